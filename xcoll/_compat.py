@@ -5,7 +5,12 @@ Each function says what it stands for, so that it can be replaced once a public 
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from jax.interpreters import mlir
 
 
 def compile_only_gpu_devices(target_config: str, topology: str) -> list[Any]:
@@ -34,3 +39,114 @@ def key_value_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def check_vma(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Switches the check of varying manual axes on or off while tracing.
+
+    `jax.shard_map(check_vma=)` sets the same state for its body.
+    """
+    from jax._src import config
+
+    return config._check_vma(enabled)
+
+
+def without_manual_type(aval: Any) -> Any:
+    """Returns ``aval`` as it is typed where varying axes are not checked."""
+    return aval.update(manual_axis_type=type(aval.mat)())
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual axes that a value of this type varies over."""
+    return aval.mat.varying
+
+
+def source_line(eqn: Any) -> str:
+    """Returns ``file:line`` of the user's code that made an equation, or ``"unknown"``.
+
+    Frames of this package are passed over, so that `xcoll.psum` points at its caller.
+    """
+    from jax._src import source_info_util
+
+    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(here):
+            return f"{frame.file_name}:{frame.start_line}"
+    return "unknown"
+
+
+def manual_context(lowering_context: Any) -> tuple[Any, frozenset[str], tuple[Any, ...] | None]:
+    """Returns the mesh, its manual axes and the devices that a lowering is for.
+
+    The mesh is a `Mesh`, an `AbstractMesh` or None; outside a manual computation no axis is manual.
+    The devices are None where a program is exported, or lowered for no device in particular.
+    """
+    context = lowering_context.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        mesh: Any = context.mesh
+        devices = getattr(mesh, "_flat_devices_tuple", None)
+        return mesh, frozenset(context.manual_axes or mesh.axis_names), devices
+    mesh = getattr(context, "abstract_mesh", None)
+    return mesh, frozenset(), getattr(context, "device_assignment", None)
+
+
+def lax_primitive(name: str) -> Any:
+    """Returns jax.lax's collective primitive of that name, or None where this jax has none."""
+    from jax._src.lax import parallel
+
+    return getattr(parallel, f"{name}_p", None)
+
+
+def checks_vma() -> bool:
+    """Returns whether varying-axes types are checked where tracing is now."""
+    from jax._src import config
+
+    return bool(config._check_vma.value)
+
+
+def bound_axes() -> tuple[Any, ...]:
+    """Returns the axis names that a collective may use here, those of vmap included.
+
+    The public form is named ``unsafe_get_axis_names_DO_NOT_USE``.
+    """
+    from jax._src import core
+
+    return tuple(core.get_axis_env().axis_names())
+
+
+def named_axis_effects(axes: Iterable[Any]) -> set[Any]:
+    """Returns the effects of an operation that uses the named axes, as jax.lax's collectives have.
+
+    There is no public name for the class.
+    """
+    from jax._src import core
+
+    return {core.NamedAxisEffect(axis) for axis in axes}
+
+
+def lower_all_reduce(ctx: Any, x: Any, combine: Any, *, axes: tuple[Any, ...]) -> Any:
+    """Lowers an all-reduce that combines with any binary primitive, e.g. ``lax.mul_p``.
+
+    jax.lax offers sum, max and min only; StableHLO takes any.
+    """
+    from jax._src.lax import parallel
+
+    return parallel._all_reduce_lowering(combine, None, ctx, x, axes=axes, axis_index_groups=None)
+
+
+def lower_unchecked(
+    fun: Callable[..., Any], *, multiple_results: bool = False
+) -> Callable[..., Any]:
+    """Returns a lowering rule that traces ``fun`` with varying-axes types switched off.
+
+    Inside a lowering the types have done their work, and checking them again would refuse loop
+    carries that start as constants.
+    """
+    lower = mlir.lower_fun(fun, multiple_results=multiple_results)
+
+    def rule(ctx: Any, *args: Any, **params: Any) -> Any:
+        avals = [without_manual_type(aval) for aval in ctx.avals_in]
+        with check_vma(False):
+            return lower(ctx.replace(avals_in=avals), *args, **params)
+
+    return rule
