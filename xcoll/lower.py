@@ -1,0 +1,272 @@
+"""The one lowering of schedules: from data to `jax.lax` operations.
+
+`run_stage` runs inside a manual computation (the body of a shard_map) with checks of
+varying axes off; `xcoll.primitives` gives the results their types back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from xcoll.algorithms import build
+from xcoll.plan import Stage
+from xcoll.ranks import Ranks
+from xcoll.schedule import (
+    FoldStep,
+    Lane,
+    LocalOrWire,
+    NativeStep,
+    PermuteStep,
+    Repeat,
+    Schedule,
+    ShuffleStep,
+    Slots,
+    slot_elements,
+)
+
+UNROLL_MAX_RANKS = 16
+"""Repeats are written out up to this many ranks, and become one loop beyond."""
+
+_COMBINE: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "sum": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "prod": lax.mul,
+}
+
+
+def run_stage(
+    x: jax.Array, stage: Stage, axis_sizes: Mapping[str, int], op: str, root: int
+) -> jax.Array:
+    """Carries out one stage on a rank's payload.
+
+    Args:
+      x: the payload of this rank. ``(N,)`` for all_reduce, broadcast and reduce; ``(n, m)``, one
+        row a rank, for reduce_scatter, all_to_all and scatter; ``(m,)`` for all_gather and
+        gather. For an all_reduce cut into stages, the reduce_scatter takes ``(N,)`` too.
+      stage: what to do.
+      axis_sizes: size of each mesh axis.
+      op: how values combine.
+      root: position of the root in the span, for rooted collectives.
+
+    Returns:
+      ``(N,)``; ``(m,)`` after reduce_scatter and scatter; ``(n, m)`` after the others.
+    """
+    ranks = Ranks(stage.span, axis_sizes)
+    n = ranks.num_ranks
+    schedule = build(stage.choice, stage.collective, n, dims=stage.dims, root=root)
+    run = _Run(schedule, ranks, op)
+    share = schedule.share
+    if stage.collective in ("all_reduce", "broadcast", "reduce"):
+        num_slots = share if schedule.enter == "own" else schedule.num_slots
+        elements = slot_elements(x.size, num_slots)
+        return run(_cut(x[None], num_slots, elements)).reshape(-1)[: x.size]
+    if stage.collective in ("all_gather", "gather"):
+        elements = slot_elements(x.size, share)
+        return run(_cut(x[None], share, elements)).reshape(n, -1)[:, : x.size]
+    if x.ndim == 1:
+        elements = slot_elements(x.size, schedule.num_slots)
+        return run(_cut(x[None], schedule.num_slots, elements)).reshape(-1)
+    m = x.shape[1]
+    slots = run(_cut(x, share, slot_elements(m, share)))
+    if stage.collective == "all_to_all":
+        return slots.reshape(n, -1)[:, :m]
+    return slots.reshape(-1)[:m]
+
+
+def _cut(rows: jax.Array, slots_per_row: int, elements: int) -> jax.Array:
+    """Pads each row and cuts it into slots: ``(rows * slots_per_row, ...)``.
+
+    Slots of whole tiles are kept two-dimensional: a TPU turns the reduce-scatter of flat
+    operands into an all-reduce.
+    """
+    rows = jnp.pad(rows, ((0, 0), (0, slots_per_row * elements - rows.shape[1])))
+    slot = (elements // 128, 128) if elements % 1024 == 0 else (elements,)
+    return rows.reshape(-1, *slot)
+
+
+class _Run:
+    """Runs a schedule on a buffer of slots: ``(num_slots, *slot)`` or, own, ``(share, *slot)``."""
+
+    def __init__(self, schedule: Schedule, ranks: Ranks, op: str):
+        self.schedule = schedule
+        self.ranks = ranks
+        self.op = op
+        self.num_ranks = schedule.num_ranks
+        self.rank = ranks.index()
+
+    def __call__(self, buffer: jax.Array) -> jax.Array:
+        schedule = self.schedule
+        is_own = schedule.enter == "own"
+        for step in schedule.steps:
+            if isinstance(step, Repeat) and self.num_ranks > UNROLL_MAX_RANKS:
+                buffer, is_own = self._full(buffer, is_own), False
+                buffer = self._loop(step, buffer)
+                continue
+            body, count = (step.body, step.count) if isinstance(step, Repeat) else ((step,), 1)
+            for iteration in range(count):
+                for inner in body:
+                    buffer, is_own = self._step(inner, buffer, is_own, iteration)
+        if schedule.collective in ("reduce_scatter", "scatter"):
+            return self._own(buffer, is_own)
+        if schedule.collective == "all_reduce" and schedule.enter == "own":
+            return self._own(buffer, is_own)
+        return self._full(buffer, is_own)
+
+    def _step(
+        self, step: LocalOrWire, buffer: jax.Array, is_own: bool, iteration: int
+    ) -> tuple[jax.Array, bool]:
+        match step:
+            case PermuteStep(lanes):
+                buffer = self._full(buffer, is_own)
+                return self._permute(lanes, buffer, iteration), False
+            case NativeStep("all_gather"):
+                return self._wire(self.ranks.all_gather, self._own(buffer, is_own)), False
+            case NativeStep("all_to_all"):
+                return self._wire(self.ranks.all_to_all, self._full(buffer, is_own)), False
+            case NativeStep("reduce_scatter"):
+                return self.ranks.reduce_scatter(self._full(buffer, is_own)), True
+            case NativeStep("all_reduce"):
+                return self.ranks.all_reduce(self._full(buffer, is_own), self.op), False
+            case FoldStep():
+                return self._fold(self._full(buffer, is_own)), True
+            case ShuffleStep(start, sign):
+                buffer = self._full(buffer, is_own)
+                order = [
+                    [(s + sign * i) % len(buffer) for i in range(len(buffer))] for s in start
+                ]
+                return buffer[jnp.asarray(np.array(order, np.int32))[self.rank]], False
+        raise AssertionError(step)
+
+    def _loop(self, step: Repeat, buffer: jax.Array) -> jax.Array:
+        def body(iteration: jax.Array, state: jax.Array) -> jax.Array:
+            for inner in step.body:
+                state = self._permute(inner.lanes, state, iteration)
+            return state
+
+        return lax.fori_loop(0, step.count, body, buffer)
+
+    def _permute(
+        self, lanes: tuple[Lane, ...], buffer: jax.Array, iteration: int | jax.Array
+    ) -> jax.Array:
+        sent = [_take(buffer, lane.send, self._first(lane.send, iteration)) for lane in lanes]
+        arrived = [
+            self._wire(lambda x, pairs=lane.pairs: self.ranks.permute(x, pairs), x)
+            for lane, x in zip(lanes, sent, strict=True)
+        ]
+        for lane, new in zip(lanes, arrived, strict=True):
+            first = self._first(lane.recv, iteration)
+            receivers = {d for _, d in lane.pairs}
+            everyone = len(receivers) == self.num_ranks
+            if lane.reduce or not everyone:
+                old = _take(buffer, lane.recv, first)
+            if lane.reduce:
+                new = self._combine(old, new)
+            if not everyone:
+                mask = np.array([r in receivers for r in range(self.num_ranks)])
+                new = jnp.where(jnp.asarray(mask)[self.rank], new, old)
+            buffer = _put(buffer, new, lane.recv, first)
+        return buffer
+
+    def _combine(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        if self.schedule.replicates_sums:
+            # Several ranks compute this sum. Without the fence the compiler may fuse a rank's own
+            # operand into a multiply-add, or keep it unrounded, and ranks come to differ.
+            old, new = lax.optimization_barrier((old, new))
+        return _COMBINE[self.op](old, new)
+
+    def _fold(self, buffer: jax.Array) -> jax.Array:
+        combine = _COMBINE[self.op]
+        shares = buffer.reshape(self.num_ranks, -1, *buffer.shape[1:])
+        # Half precisions are fenced after each addition: the compiler would keep float32 between
+        # two of them, and the result would depend on how it fused.
+        narrow = jnp.issubdtype(buffer.dtype, jnp.floating) and buffer.dtype.itemsize < 4
+        fence = lax.optimization_barrier if narrow else lambda x: x
+        if self.num_ranks <= UNROLL_MAX_RANKS:
+            total = shares[0]
+            for s in range(1, self.num_ranks):
+                total = fence(combine(total, shares[s]))
+            return total
+        return lax.fori_loop(
+            1,
+            self.num_ranks,
+            lambda s, total: fence(combine(total, lax.dynamic_index_in_dim(shares, s, 0, False))),
+            shares[0],
+        )
+
+    def _full(self, buffer: jax.Array, is_own: bool) -> jax.Array:
+        if not is_own:
+            return buffer
+        share = buffer.shape[0]
+        full = jnp.zeros((share * self.num_ranks, *buffer.shape[1:]), buffer.dtype)
+        return lax.dynamic_update_slice_in_dim(full, buffer, self.rank * share, 0)
+
+    def _own(self, buffer: jax.Array, is_own: bool) -> jax.Array:
+        if is_own:
+            return buffer
+        share = buffer.shape[0] // self.num_ranks
+        return lax.dynamic_slice_in_dim(buffer, self.rank * share, share, 0)
+
+    def _first(self, slots: Slots, iteration: int | jax.Array) -> int | jax.Array:
+        """First slot touched by this rank: an int where it is the same for all ranks."""
+        m = slots.modulus
+        if isinstance(iteration, int):
+            table = [(s + slots.advance * iteration) % m for s in slots.start]
+        else:
+            table = [s % m for s in slots.start]
+        if len(set(table)) == 1:
+            first: int | jax.Array = table[0]
+        else:
+            first = _affine(table, m, self.rank)
+        if not isinstance(iteration, int) and slots.advance % m:
+            first = lax.rem(first + (slots.advance % m) * iteration.astype(jnp.int32), np.int32(m))
+        return first * slots.scale
+
+    def _wire(self, send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """Moves ``x``; narrow floats travel as integers of their width.
+
+        XLA:CPU would carry bfloat16 as float32 and float8 as float16, twice the bytes.
+        """
+        bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
+        if bits is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
+            return send(x)
+        return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, bits)), x.dtype)
+
+
+def _affine(table: list[int], modulus: int, rank: jax.Array) -> jax.Array:
+    """Returns ``table[rank]``, as arithmetic where the table is linear in the rank."""
+    for slope in (1, -1):
+        if all(v == (table[0] + slope * r) % modulus for r, v in enumerate(table)):
+            if len(table) > modulus + 1:
+                break
+            value = table[0] + slope * rank
+            if slope == 1:
+                return jnp.where(value >= modulus, value - modulus, value)
+            return jnp.where(value < 0, value + modulus, value)
+    return jnp.asarray(np.array(table, np.int32))[rank]
+
+
+def _is_run(pattern: tuple[int, ...]) -> bool:
+    return pattern == tuple(range(pattern[0], pattern[0] + len(pattern)))
+
+
+def _take(buffer: jax.Array, slots: Slots, first: int | jax.Array) -> jax.Array:
+    if _is_run(slots.pattern):
+        start, count = first + slots.pattern[0], slots.count
+        if isinstance(start, int):
+            return lax.slice_in_dim(buffer, start, start + count)
+        return lax.dynamic_slice_in_dim(buffer, start, count)
+    return buffer[jnp.asarray(np.array(slots.pattern, np.int32)) + first]
+
+
+def _put(buffer: jax.Array, new: jax.Array, slots: Slots, first: int | jax.Array) -> jax.Array:
+    if slots.count == buffer.shape[0] and first == 0 and _is_run(slots.pattern):
+        return new
+    if _is_run(slots.pattern):
+        return lax.dynamic_update_slice_in_dim(buffer, new, first + slots.pattern[0], 0)
+    return buffer.at[jnp.asarray(np.array(slots.pattern, np.int32)) + first].set(new)

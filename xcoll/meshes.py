@@ -1,0 +1,60 @@
+"""What the meshes of a program lie on: from a lowering's context to a topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from xcoll.topology import Topology
+
+
+@dataclass
+class Hardware:
+    """The topologies of the meshes in one program.
+
+    Attributes:
+      given: what the user said: a topology, its text, or None to read it off the devices.
+      platform: the platform that is lowered for.
+      devices: the devices of the program, if it has any.
+    """
+
+    given: Topology | str | None
+    platform: str
+    devices: tuple[Any, ...] | None = None
+    _seen: dict[Any, Topology | None] = field(default_factory=dict)
+
+    def topology(self, mesh: Any) -> Topology | None:
+        """Returns the topology of a mesh, or None where nothing is known of it.
+
+        Raises:
+          ValueError: the given topology does not match the mesh; both are shown.
+        """
+        if mesh not in self._seen:
+            self._seen[mesh] = self._find(mesh)
+        return self._seen[mesh]
+
+    def concrete(self, mesh: Any) -> Mesh | None:
+        """Returns ``mesh`` with its devices, or None where they are not known."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        if mesh is None or not self.devices or len(self.devices) != mesh.size:
+            return None
+        return Mesh(np.array(self.devices).reshape(mesh.axis_sizes), mesh.axis_names)
+
+    def describe(self) -> str:
+        """Returns what was planned for, in words."""
+        known = dict.fromkeys(str(t) for t in self._seen.values() if t is not None)
+        return "; ".join(known) or "unknown (every plan is native)"
+
+    def _find(self, mesh: Any) -> Topology | None:
+        sizes = dict(mesh.shape)
+        if isinstance(self.given, str):
+            return Topology.parse(self.given, axes=sizes)
+        if self.given is not None:
+            self.given.check("optimize", sizes)
+            return self.given
+        concrete = self.concrete(mesh)
+        return None if concrete is None else Topology.from_mesh(concrete)

@@ -1,0 +1,94 @@
+"""Between arrays as users see them and payloads as stages take them.
+
+A stage works on flat payloads (see `xcoll.lower.run_stage`). The sites of a group are
+packed into one payload by rows, carried together, and unpacked bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+WHOLE = ("all_reduce", "broadcast", "reduce")
+"""Collectives whose payload is one row, of the operand's size."""
+
+SCATTERED = ("reduce_scatter", "all_to_all", "scatter")
+"""Collectives whose operand is one row a rank."""
+
+GATHERED = ("all_gather", "all_to_all", "gather")
+"""Collectives whose result is one row a rank."""
+
+
+def to_rows(collective: str, params: Mapping[str, Any], x: jax.Array, num_ranks: int) -> jax.Array:
+    """Returns the operand as ``(rows, elements)``: one row a rank, or a single one."""
+    if collective not in SCATTERED:
+        return x.reshape(1, -1)
+    dimension = params["split_axis" if collective == "all_to_all" else "scatter_dimension"]
+    return jnp.moveaxis(x, dimension, 0).reshape(num_ranks, -1)
+
+
+def from_rows(
+    collective: str,
+    params: Mapping[str, Any],
+    rows: jax.Array,
+    shape: tuple[int, ...],
+    num_ranks: int,
+) -> jax.Array:
+    """Returns the result that belongs to an operand of ``shape``; inverse of `to_rows`.
+
+    Args:
+      collective: the schedules' name.
+      params: parameters of the equation, as jax.lax's primitives have them.
+      rows: ``(num_ranks, elements)`` where the result is gathered, else ``(1, elements)``.
+      shape: shape of the operand of the equation.
+      num_ranks: number of ranks.
+    """
+    if collective in WHOLE:
+        return rows.reshape(shape)
+    if collective in ("reduce_scatter", "scatter"):
+        d = params["scatter_dimension"]
+        rest = shape[:d] + shape[d + 1 :]
+        if not params["tiled"]:
+            return rows.reshape(rest)
+        return jnp.moveaxis(rows.reshape(shape[d] // num_ranks, *rest), 0, d)
+    if collective == "all_to_all":
+        # As in jax.lax's primitive the exchange is always tiled.
+        split, concat = params["split_axis"], params["concat_axis"]
+        rest = shape[:split] + shape[split + 1 :]
+        part = jnp.moveaxis(rows.reshape(num_ranks, shape[split] // num_ranks, *rest), 1, split + 1)
+        return _merge(part, concat)
+    d = params["all_gather_dimension"]
+    stacked = rows.reshape(num_ranks, *shape)
+    return _merge(stacked, d) if params["tiled"] else jnp.moveaxis(stacked, 0, d)
+
+
+def _merge(x: jax.Array, dimension: int) -> jax.Array:
+    """Merges the leading dimension into ``dimension`` of the rest, ranks outermost."""
+    x = jnp.moveaxis(x, 0, dimension)
+    shape = x.shape
+    merged = shape[dimension] * shape[dimension + 1]
+    return x.reshape(*shape[:dimension], merged, *shape[dimension + 2 :])
+
+
+def pack(rows: Sequence[jax.Array]) -> jax.Array:
+    """Puts the sites of a group side by side: ``(rows, sum of elements)``."""
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+
+
+def unpack(rows: jax.Array, elements: Sequence[int]) -> list[jax.Array]:
+    """Takes ``pack``'s result apart again: one ``(rows, elements[i])`` a site."""
+    parts, start = [], 0
+    for count in elements:
+        parts.append(rows[:, start : start + count])
+        start += count
+    return parts
+
+
+def row_elements(collective: str, shape: tuple[int, ...], num_ranks: int) -> int:
+    """Returns how many elements of a row belong to an operand of ``shape``."""
+    size = math.prod(shape)
+    return size // num_ranks if collective in SCATTERED else size

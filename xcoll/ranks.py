@@ -1,0 +1,75 @@
+"""The ranks a stage spans, inside a manual computation, and XLA's collectives over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from xcoll.plan import Span
+
+
+class Ranks:
+    """Ranks of a span, with jax.lax's collectives restricted to them.
+
+    Where the span covers whole mesh axes, those axes are named; else jax.lax's
+    ``axis_index_groups`` pick the ranks out of the axes.
+
+    Args:
+      span: the span.
+      axis_sizes: size of every mesh axis that the span names.
+    """
+
+    def __init__(self, span: Span, axis_sizes: Mapping[str, int]):
+        sizes = [axis_sizes[a] for a in span.axes]
+        self.num_ranks = span.num_ranks
+        self._stride = span.stride
+        self._total = math.prod(sizes)
+        self._whole = self._total == span.num_ranks
+        self._axes = span.axes
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """jax.lax's ``axis_index_groups``: None where the span covers its axes."""
+        if self._whole:
+            return None
+        block = self._stride * self.num_ranks
+        return [
+            [base + offset + self._stride * digit for digit in range(self.num_ranks)]
+            for base in range(0, self._total, block)
+            for offset in range(self._stride)
+        ]
+
+    def index(self) -> jax.Array:
+        """Returns this rank's position in the span, a traced int32 scalar."""
+        flat = lax.axis_index(self._axes)
+        if self._whole:
+            return flat
+        return lax.rem(lax.div(flat, np.int32(self._stride)), np.int32(self.num_ranks))
+
+    def permute(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+        """Sends ``x`` along ``pairs`` of positions; who receives nothing gets zeros."""
+        groups = self.groups
+        if groups is not None:
+            pairs = [(g[s], g[d]) for g in groups for s, d in pairs]
+        return lax.ppermute(x, self._axes, list(pairs))
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """Concatenates the ranks' ``x`` along the leading dimension."""
+        return lax.all_gather(x, self._axes, axis_index_groups=self.groups, tiled=True)
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """Exchanges the leading dimension: share ``s`` of rank ``r`` becomes share ``r`` of ``s``."""
+        return lax.all_to_all(x, self._axes, 0, 0, axis_index_groups=self.groups, tiled=True)
+
+    def reduce_scatter(self, x: jax.Array) -> jax.Array:
+        """Sums over ranks and keeps this rank's part of the leading dimension."""
+        return lax.psum_scatter(x, self._axes, axis_index_groups=self.groups, tiled=True)
+
+    def all_reduce(self, x: jax.Array, op: str) -> jax.Array:
+        """Combines ``x`` over ranks with XLA's all-reduce."""
+        reduce = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op]
+        return reduce(x, self._axes, axis_index_groups=self.groups)

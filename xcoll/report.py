@@ -1,0 +1,230 @@
+"""Reports: what was found in a program, and what was done with each of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from xcoll.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One collective of the program.
+
+    Attributes:
+      collective: jax.lax's name (or xcoll's, beyond jax.lax).
+      axes: mesh axes it acts over.
+      dtype: name of the operand's dtype.
+      num_bytes: bytes of the operand, per rank.
+      source: ``file:line`` of the user's code.
+      group: number of the group it was planned in, or None where it was not planned.
+      plan: the group's plan, or None.
+      predicted_time_s: predicted time of one execution of the whole group; None where unknown.
+      native_time_s: the same for XLA's own collective.
+      wire_bytes: bytes that the busiest rank sends in one execution of the whole group, by axis.
+      kept_reason: why the program was left as it is here; None when rewritten.
+      count: executions per call of the program; None where it cannot be known.
+    """
+
+    collective: str
+    axes: tuple[str, ...]
+    dtype: str
+    num_bytes: int
+    source: str
+    group: int | None = None
+    plan: Plan | None = None
+    kept_reason: str | None = None
+    count: int | None = 1
+
+    @property
+    def predicted_time_s(self) -> float | None:
+        """Seconds for one execution of the group, as planned."""
+        return _seconds(self.plan.predicted_time_ps) if self.plan else None
+
+    @property
+    def native_time_s(self) -> float | None:
+        """Seconds for one execution of the group, by XLA's own collective."""
+        return _seconds(self.plan.native_time_ps) if self.plan else None
+
+    @property
+    def wire_bytes(self) -> dict[str, int]:
+        """Bytes sent by the busiest rank in one execution of the group, by axis."""
+        return dict(self.plan.wire_bytes) if self.plan else {}
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether the program was changed here."""
+        return self.kept_reason is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Every collective of a program, rewritten or kept with the reason.
+
+    Attributes:
+      sites: all of them, in program order.
+      topology: what was planned for, in words.
+      warnings: what its author is likely not to want.
+    """
+
+    sites: tuple[Site, ...]
+    topology: str = "unknown"
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def rewritten(self) -> tuple[Site, ...]:
+        """The sites that were changed."""
+        return tuple(site for site in self.sites if site.is_rewritten)
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        """The sites that were left as they are."""
+        return tuple(site for site in self.sites if not site.is_rewritten)
+
+    def groups(self) -> Iterator[tuple[Site, ...]]:
+        """Yields the sites of each planned group."""
+        numbers = dict.fromkeys(s.group for s in self.sites if s.group is not None)
+        for number in numbers:
+            yield tuple(s for s in self.sites if s.group == number)
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Returns the bytes sent by the busiest rank per call of the program, by axis.
+
+        Groups in loops of unknown length are counted once.
+        """
+        total: dict[str, int] = {}
+        for group in self.groups():
+            for axis, num_bytes in group[0].wire_bytes.items():
+                total[axis] = total.get(axis, 0) + num_bytes * (group[0].count or 1)
+        return total
+
+    def to_json(self) -> str:
+        """Returns the report as JSON text."""
+        sites = []
+        for site in self.sites:
+            row = {k: v for k, v in asdict(site).items() if k != "plan"}
+            row |= {
+                "plan": site.plan.name if site.plan else None,
+                "reason": site.plan.reason if site.plan else site.kept_reason,
+                "predicted_time_s": site.predicted_time_s,
+                "native_time_s": site.native_time_s,
+                "wire_bytes": site.wire_bytes,
+            }
+            sites.append(row)
+        plans = {str(g[0].group): json.loads(g[0].plan.to_json()) for g in self.groups() if g[0].plan}
+        return json.dumps(
+            {
+                "topology": self.topology,
+                "warnings": list(self.warnings),
+                "sites": sites,
+                "plans": plans,
+            },
+            indent=1,
+        )
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        if not self.sites:
+            return _NO_SITES
+        table = Table(title=f"xcoll: {self.summary()}", title_justify="left")
+        right = {"bytes", "runs", "predicted", "native"}
+        for name in ("group", "collective", "axes", "dtype", "bytes", "runs", "plan",
+                     "predicted", "native", "sent per axis", "source"):
+            table.add_column(name, justify="right" if name in right else "left",
+                             overflow="fold" if name in ("plan", "source") else "ellipsis")
+        for row in self._rows():
+            table.add_row(*row)
+        notes = [f"kept: {reason}" for reason in dict.fromkeys(s.kept_reason for s in self.kept)]
+        notes += [f"warning: {text}" for text in self.warnings]
+        return Group(table, f"topology: {self.topology}", *notes)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        rows: dict[Any, list[Site]] = {}
+        for site in self.sites:
+            key = (site.group, site.collective, site.axes, site.dtype, site.kept_reason, site.count)
+            rows.setdefault(key, []).append(site)
+        for sites in rows.values():
+            first = sites[0]
+            lines = sorted({_short(s.source) for s in sites})
+            yield (
+                "-" if first.group is None else str(first.group),
+                first.collective + (f" x{len(sites)}" if len(sites) > 1 else ""),
+                ",".join(first.axes),
+                first.dtype,
+                format_bytes(sum(s.num_bytes for s in sites)),
+                "?" if first.count is None else str(first.count),
+                first.plan.name if first.plan and first.is_rewritten else "kept",
+                format_time(first.predicted_time_s),
+                format_time(first.native_time_s),
+                " ".join(f"{a} {format_bytes(b)}" for a, b in first.wire_bytes.items()) or "-",
+                lines[0] + (f" +{len(lines) - 1}" if len(lines) > 1 else ""),
+            )
+
+    def summary(self) -> str:
+        """Returns one line: how many sites, how many of them rewritten."""
+        return (
+            f"{len(self.sites)} collectives, {len(self.rewritten)} rewritten,"
+            f" {len(self.kept)} kept"
+        )
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        out = io.StringIO()
+        width = max(100, _terminal_width())
+        Console(file=out, width=width).print(self)
+        return out.getvalue().rstrip()
+
+
+_NO_SITES = (
+    "xcoll: no collective in the traced program. Under jit with shardings the partitioner inserts"
+    " its collectives later, when it compiles; write the step with jax.shard_map to have them planned."
+)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Returns a size for people.
+
+    >>> format_bytes(512), format_bytes(3 << 20)
+    ('512 B', '3.0 MiB')
+    """
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def format_time(seconds: float | None) -> str:
+    """Returns a time for people.
+
+    >>> format_time(0.0000123), format_time(1.5), format_time(None)
+    ('12.3 µs', '1.5 s', '-')
+    """
+    if seconds is None:
+        return "-"
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _seconds(picoseconds: int | None) -> float | None:
+    return None if picoseconds is None else picoseconds * 1e-12
+
+
+def _short(source: str) -> str:
+    return os.path.relpath(source) if source.startswith(os.getcwd() + os.sep) else source
+
+
+def _terminal_width() -> int:
+    import shutil
+
+    return shutil.get_terminal_size((120, 40)).columns

@@ -1,0 +1,180 @@
+"""Sites: the collective equations of a traced program."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core
+
+from xcoll import _compat
+from xcoll.composites import COMPOSITES
+
+OPAQUE = frozenset(
+    {"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"}
+)
+"""Primitives whose bodies are somebody else's: nothing inside is looked at."""
+
+REGION = "xcoll_region"
+"""Name of the primitive around code that has its own policy (`xcoll.primitives`)."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How a collective primitive reads: jax.lax's name, the schedules' name, how it combines."""
+
+    name: str
+    collective: str
+    op: str
+    axes: tuple[Any, ...]
+    root: int = 0
+    kept_reason: str | None = None
+
+
+_SUMS = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
+_MOVES = {
+    "reduce_scatter": ("psum_scatter", "reduce_scatter", "sum"),
+    "all_gather": ("all_gather", "all_gather", "none"),
+    "all_gather_invariant": ("all_gather", "all_gather", "none"),
+    "all_to_all": ("all_to_all", "all_to_all", "none"),
+    "ppermute": ("ppermute", "permute", "none"),
+    "pbroadcast": ("pbroadcast", "broadcast", "none"),
+}
+_UNPLANNED = {
+    "all_gather_reduced": "all_gather",
+    "unreduced_psum": "psum",
+    "unreduced_pmax": "pmax",
+    "unreduced_pmin": "pmin",
+    "unreduced_reduce_scatter": "psum_scatter",
+    "psum_start": "psum",
+    "psum_invariant_start": "psum",
+    "reduce_scatter_start": "psum_scatter",
+    "all_gather_start": "all_gather",
+    "all_gather_reduced_start": "all_gather",
+    "all_to_all_start": "all_to_all",
+    "ppermute_start": "ppermute",
+    "ragged_all_to_all": "ragged_all_to_all",
+    "pbroadcast_dynamic": "pbroadcast",
+    "psend": "psend",
+    "precv": "precv",
+}
+_BY_PRIMITIVE = {
+    primitive: name
+    for name in (*_SUMS, *_MOVES, *_UNPLANNED)
+    if (primitive := _compat.lax_primitive(name)) is not None
+}
+
+
+def read(eqn: core.JaxprEqn) -> Spec | None:
+    """Returns what an equation communicates, or None where it is no collective."""
+    if eqn.primitive in COMPOSITES:
+        composite = COMPOSITES[eqn.primitive]
+        return Spec(
+            composite.name(eqn.params),
+            composite.collective,
+            composite.op(eqn.params),
+            tuple(eqn.params["axes"]),
+            eqn.params.get("root", 0),
+        )
+    name = _BY_PRIMITIVE.get(eqn.primitive)
+    if name is None:
+        return None
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    kept = None
+    if any(isinstance(a, int) for a in axes):
+        axes = tuple(a for a in axes if not isinstance(a, int))
+        if not axes:
+            return None
+        kept = "it also reduces over a positional axis"
+    if eqn.params.get("axis_index_groups") is not None:
+        kept = "axis_index_groups restrict it to parts of the axis"
+    if name in _SUMS:
+        return Spec(name.removesuffix("_invariant"), "all_reduce", _SUMS[name], axes, 0, kept)
+    if name in _UNPLANNED:
+        reason = (
+            "a permutation is already the smallest step" if name == "ppermute_start"
+            else "its asynchronous start and done are the user's own"
+            if name.endswith("_start")
+            else f"{name} has no decomposition"
+        )
+        return Spec(_UNPLANNED[name], _UNPLANNED[name], "none", axes, 0, reason)
+    public, collective, op = _MOVES[name]
+    if collective == "permute":
+        kept = "a permutation is already the smallest step"
+    return Spec(public, collective, op, axes, eqn.params.get("source", 0), kept)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where an equation stands: the mesh around it and how often it runs.
+
+    Attributes:
+      axis_sizes: size of each manual mesh axis in scope, as sorted pairs.
+      auto_axes: axes of the mesh, larger than one, that the partitioner still owns.
+      count: executions per call of the program; None where not known (a while loop).
+    """
+
+    axis_sizes: tuple[tuple[str, int], ...] = ()
+    auto_axes: tuple[str, ...] = ()
+    mesh: Any = None
+    count: int | None = 1
+
+    def sizes(self) -> dict[str, int]:
+        """Returns the manual axes' sizes by name."""
+        return dict(self.axis_sizes)
+
+
+def scope_of_mesh(mesh: Any, manual: frozenset[str], count: int | None = 1) -> Scope:
+    """Returns the scope inside a computation that is manual over some axes of ``mesh``."""
+    shape = dict(mesh.shape)
+    return Scope(
+        tuple((a, shape[a]) for a in mesh.axis_names if a in manual),
+        tuple(a for a in mesh.axis_names if a not in manual and shape[a] > 1),
+        mesh,
+        count,
+    )
+
+
+def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, core.Jaxpr, Scope]]:
+    """Yields ``(parameter, index in it or None, jaxpr, scope)`` of every body of an equation."""
+    if eqn.primitive.name in OPAQUE:
+        return
+    inner = scope
+    if eqn.primitive.name == "shard_map":
+        manual = frozenset(dict(scope.axis_sizes)) | frozenset(_manual_axes(eqn.params))
+        mesh = eqn.params["mesh"]
+        if scope.mesh is not None and not _is_concrete(mesh) and _is_concrete(scope.mesh):
+            mesh = scope.mesh
+        inner = scope_of_mesh(mesh, manual, scope.count)
+    elif eqn.primitive.name == "scan":
+        count = None if scope.count is None else scope.count * eqn.params["length"]
+        inner = Scope(scope.axis_sizes, scope.auto_axes, scope.mesh, count)
+    elif eqn.primitive.name == "while":
+        inner = Scope(scope.axis_sizes, scope.auto_axes, scope.mesh, None)
+    for key, value in eqn.params.items():
+        if isinstance(value, core.Jaxpr):
+            yield key, None, value, inner
+        elif isinstance(value, tuple | list):
+            for index, item in enumerate(value):
+                if isinstance(item, core.Jaxpr):
+                    yield key, index, item, inner
+
+
+def _manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
+    return params.get("newly_manual_axes") or params.get("manual_axes") or frozenset()
+
+
+def _is_concrete(mesh: Any) -> bool:
+    return getattr(mesh, "devices", None) is not None
+
+
+def operand_bytes(eqn: core.JaxprEqn) -> int:
+    """Returns the bytes per rank of an equation's operands."""
+    return sum(
+        math.prod(v.aval.shape) * v.aval.dtype.itemsize
+        for v in eqn.invars
+        if hasattr(v.aval, "shape")
+    )
