@@ -1,0 +1,251 @@
+"""Topologies: what the hardware offers to each mesh axis, as frozen, hashable data."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from xcoll.hardware.links import AxisLinks as AxisLinks
+from xcoll.hardware.links import Device as Device
+from xcoll.hardware.links import Level as Level
+from xcoll.hardware.links import Link as Link
+from xcoll.hardware.mesh import read_mesh
+from xcoll.hardware.text import read
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Digit:
+    """One level of some axes, seen from the ranks over them.
+
+    With ``r`` the row-major rank over the axes, the position on the level is
+    ``(r // stride) % level.size``.
+
+    Attributes:
+      axis: the mesh axis.
+      stride: difference of rank between neighbouring positions.
+      axis_stride: the same for positions along the axis.
+      level: what it lies on.
+    """
+
+    axis: str
+    stride: int
+    axis_stride: int
+    level: Level
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What each mesh axis lies on.
+
+    Write one out, take it from a mesh with `from_mesh`, or from text with `parse`.
+
+    Attributes:
+      axes: the mesh axes, in the mesh's order.
+      device: the devices; None where nothing is known about them. Every collective is
+        then kept as it is.
+      name: how messages call it.
+      why_unknown: why ``device`` is None.
+
+    Example:
+      >>> topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
+      >>> print(topology)
+      2*cpu:4@200Mbit
+        host=2: network of 2, 23.9 MB/s one way, shared by 4, 60.0 us
+        device=4: memory of 4
+      >>> Topology.from_json(topology.to_json()) == topology
+      True
+    """
+
+    axes: tuple[AxisLinks, ...]
+    device: Device | None = None
+    name: str = "custom"
+    why_unknown: str = ""
+
+    @classmethod
+    def parse(cls, text: str, axes: Mapping[str, int] | None = None) -> Topology:
+        """Reads a topology from text: ``[COUNT*]KIND:SIZE[xSIZE...][@RATE[,RATE...]]``.
+
+        ``v5p:4x4x4`` is a slice of 4 x 4 x 4 chips, ``2*v5e:16x16`` two such slices over the data-centre
+        network, ``h100:8`` a node of 8 GPUs, ``4*h100:8`` four, ``gb200:72`` an NVLink domain of 72,
+        ``cpu:8`` one process with 8 devices, and ``2*cpu:4@200Mbit`` two processes on two hosts that are
+        connected at that rate. A rate (``Mbit``, ``Gbit``, ``MB``, ``GB``, per second, one way) replaces the
+        table's for the links between hosts or slices; several, separated by commas, are those of
+        each host.
+
+        Args:
+          text: the topology.
+          axes: mesh axes and sizes, in the mesh's order, laid out row-major: the last axis on the
+            innermost links. None names them after the physical dimensions: ``slice``, ``x``, ``y``, ``z``,
+            ``core`` on TPU, ``host`` and ``device`` elsewhere.
+
+        Raises:
+          ValueError: malformed text, with the place marked; unknown hardware; a size the
+            hardware does not have; axes that make another number of devices, or that do not line
+            up with the physical dimensions.
+        """
+        device, placed = read(text, axes)
+        return cls(axes=placed, device=device, name=text)
+
+    @classmethod
+    def from_mesh(cls, mesh: Mesh) -> Topology:
+        """Reads a topology from the devices of a mesh, and asks nothing else.
+
+        TPU: ``coords``, ``core_on_chip`` and ``slice_index``. GPU: NVLink domains by ``slice_index``, else
+        processes. CPU: one process; between processes the rate is not known, so the topology
+        is unknown. Write it as text then.
+
+        Args:
+          mesh: a `jax.sharding.Mesh`.
+
+        Returns:
+          The topology; an `unknown` one where the devices are of an unknown kind, or lie in
+          an order that no product of axes describes.
+        """
+        sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+        found = read_mesh(mesh.devices, sizes)
+        if isinstance(found, str):
+            return cls.unknown(sizes, found)
+        device, placed, name = found
+        return cls(axes=placed, device=device, name=name)
+
+    @classmethod
+    def unknown(cls, axes: Mapping[str, int], why: str = "the hardware is not known") -> Topology:
+        """Returns a topology about which nothing is known: every plan for it is native."""
+        return cls(
+            axes=tuple(
+                AxisLinks(name=n, levels=(_nothing(n, s),) if s > 1 else ())
+                for n, s in axes.items()
+            ),
+            name="unknown",
+            why_unknown=why,
+        )
+
+    @property
+    def is_known(self) -> bool:
+        """Whether collectives can be priced."""
+        return self.device is not None
+
+    @property
+    def platform(self) -> str:
+        """``"cpu"``, ``"tpu"``, ``"gpu"`` or ``"unknown"``."""
+        return self.device.platform if self.device else "unknown"
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axes and their sizes."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits; equal where topologies are."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def check(self, call: str, axis_sizes: Mapping[str, int]) -> None:
+        """Checks that the topology describes a mesh with these axes.
+
+        Raises:
+          ValueError: it describes another; both are shown.
+        """
+        if self.axis_sizes != dict(axis_sizes):
+            raise ValueError(
+                f"{call}: the topology does not match the mesh: topology {self.name!r} has axes"
+                f" {_sizes(self.axis_sizes)}, the mesh has {_sizes(axis_sizes)}; give the topology the"
+                " mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
+            )
+
+    def digits(self, axes: Iterable[str]) -> tuple[Digit, ...]:
+        """Returns the levels that ranks over ``axes`` lie on, innermost (fastest varying) first."""
+        by_name = {axis.name: axis for axis in self.axes}
+        out: list[Digit] = []
+        stride = 1
+        for name in reversed(tuple(axes)):
+            axis_stride = 1
+            for level in by_name[name].levels:
+                if level.size > 1:
+                    out.append(Digit(name, stride, axis_stride, level))
+                stride *= level.size
+                axis_stride *= level.size
+        return tuple(out)
+
+    def to_json(self) -> str:
+        """Returns the topology as JSON text; `from_json` reads it back, equal."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Returns the topology that `to_json` wrote.
+
+        Raises:
+          ValueError: the text is not such a topology.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            device = data["device"]
+            return cls(
+                axes=tuple(
+                    AxisLinks(name=a["name"], levels=tuple(_level(v) for v in a["levels"]))
+                    for a in data["axes"]
+                ),
+                device=None if device is None else Device(**device),
+                name=data["name"],
+                why_unknown=data["why_unknown"],
+            )
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as err:
+            raise ValueError(f"Topology.from_json: not a topology by to_json: {err}") from err
+
+    def __str__(self) -> str:
+        lines = [self.name + (f": {self.why_unknown}" if self.why_unknown else "")]
+        for axis in self.axes:
+            levels = "; ".join(_describe(level) for level in axis.levels) or "one device"
+            lines.append(f"  {axis.name}={axis.size}: {levels}")
+        return "\n".join(lines)
+
+
+def _nothing(axis: str, size: int) -> Level:
+    link = Link(kind="unknown", network="memory", bandwidth_bytes_per_s=1)
+    return Level(size=size, link=link, dimension=axis)
+
+
+def _level(data: dict[str, Any]) -> Level:
+    rates = tuple(data["rates_bytes_per_s"])
+    return Level(**{**data, "link": Link(**data["link"]), "rates_bytes_per_s": rates})
+
+
+def _sizes(axes: Mapping[str, int]) -> str:
+    return (
+        "("
+        + ", ".join(f"{k}={v}" for k, v in axes.items())
+        + f", {math.prod(axes.values())} devices)"
+    )
+
+
+def _describe(level: Level) -> str:
+    parts = [f"{level.link.kind} of {level.size}"]
+    if level.stride > 1 or level.extent != level.size:
+        parts[0] += f" (every {level.stride} of {level.dimension}={level.extent})"
+    if level.link.network != "memory" and level.link.kind != "unknown":
+        parts.append(f"{_rate(level.bandwidth_bytes_per_s)} one way")
+        if len(set(level.rates_bytes_per_s)) > 1:
+            parts.append(f"unequal hosts (fastest {_rate(max(level.rates_bytes_per_s))})")
+        if level.link.network == "torus":
+            parts.append("ring" if level.is_ring else "line")
+        if level.shared_by > 1:
+            parts.append(f"shared by {level.shared_by}")
+        if level.link.latency_ps:
+            parts.append(f"{level.link.latency_ps / 1e6:.1f} us")
+    return ", ".join(parts)
+
+
+def _rate(bytes_per_s: int) -> str:
+    if bytes_per_s >= 10**9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.1f} MB/s"
