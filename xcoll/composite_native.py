@@ -8,11 +8,9 @@ it sums masked bit patterns.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
@@ -57,26 +55,38 @@ def native_pscatter(x: Any, *, axes: Axes, root: int) -> Any:
 
 def native_pbroadcast(x: Any, *, axes: Axes, root: int) -> Any:
     """Sums bit patterns, which are zero on all ranks but the root."""
-    bits, restore = _to_bits(x)
-    return restore(lax.psum(on_root(bits, axes, root), axes))
+    return from_bits(lax.psum(on_root(to_bits(x), axes, root), axes), x.dtype)
 
 
-def _to_bits(x: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Returns ``x`` as unsigned integers of at least a byte, and the way back."""
-    dtype = x.dtype
+def to_bits(x: Any) -> Any:
+    """Returns the bit pattern of ``x``, as unsigned integers of at least a byte.
+
+    Complex numbers get a new leading dimension, of their real and imaginary parts.
+    """
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([to_bits(lax.real(x)), to_bits(lax.imag(x))])
+    width = _bit_width(x.dtype)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
+    return bits.astype(jnp.uint8) if width < 8 else bits
+
+
+def from_bits(bits: Any, dtype: Any) -> Any:
+    """Returns the array of ``dtype`` that `to_bits` was given."""
     if dtype == jnp.bool_:
-        return x.astype(jnp.uint8), lambda bits: bits.astype(jnp.bool_)
+        return bits.astype(jnp.bool_)
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        bits, restore = _to_bits(jnp.stack([lax.real(x), lax.imag(x)]))
-        return bits, lambda b: lax.complex(*restore(b))
-    width = (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
-    word = np.dtype(f"uint{max(width, 8)}")
-    if width >= 8:
-        return lax.bitcast_convert_type(x, word), partial(lax.bitcast_convert_type, new_dtype=dtype)
-    narrow = jnp.dtype(f"uint{width}")
-    return lax.bitcast_convert_type(x, narrow).astype(word), lambda bits: lax.bitcast_convert_type(
-        bits.astype(narrow), dtype
+        part = jnp.finfo(dtype).dtype
+        return lax.complex(from_bits(bits[0], part), from_bits(bits[1], part))
+    width = _bit_width(dtype)
+    return lax.bitcast_convert_type(
+        bits.astype(jnp.dtype(f"uint{width}")) if width < 8 else bits, dtype
     )
+
+
+def _bit_width(dtype: Any) -> int:
+    return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
 def _gpu_pbroadcast(x: Any, *, axes: Axes, root: int) -> Any:
