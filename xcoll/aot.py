@@ -70,17 +70,16 @@ _LIBTPU_ENVIRONMENT = {
 }
 
 
-def mesh(
-    topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]
-) -> jax.sharding.Mesh:
+def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -> jax.sharding.Mesh:
     """Makes a mesh of compile-only devices.
 
     On a machine with TPUs of its own, touch them first (``jax.devices()``): libtpu is initialised
     once a process.
 
     Args:
-      topology: a TPU slice ``"v5e:4x4"``, ``"v5p:4x4x4"``, ``"v6e:4x4"``, ``"tpu7x:2x2x1"`` (two devices a chip,
-        as on v3 and v4), several slices ``"2*v5e:2x2"``, one GPU host ``"h100:8"``, or several ``"4*h100:8"``.
+      topology: a TPU slice ``"v5e:4x4"``, ``"v5p:4x4x4"``, ``"v6e:4x4"``, ``"tpu7x:2x2x1"`` (two
+        devices a chip, as on v3 and v4), several slices ``"2*v5e:2x2"``, one GPU host ``"h100:8"``,
+        or several ``"4*h100:8"``.
       axis_shapes: size of each mesh axis; together as many as there are devices. Slices (hosts) are
         laid out over the leading axes.
       axis_names: a name for each.
@@ -104,7 +103,8 @@ def mesh(
     num_devices = sum(map(len, granules))
     if math.prod(axis_shapes) != num_devices:
         raise ValueError(
-            f"{call}: the axes make {math.prod(axis_shapes)} devices, but {topology} has {num_devices}"
+            f"{call}: the axes make {math.prod(axis_shapes)} devices, but {topology} has"
+            f" {num_devices}"
         )
     outer, remaining = [], len(granules)
     for size in axis_shapes:
@@ -164,14 +164,15 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
                     platform="tpu", topology_name=f"{kind}:{layout}", **options
                 )
             except jax.errors.JaxRuntimeError as error:
-                raise ValueError(f"{call}: libtpu does not accept this topology: {error}") from error
+                raise ValueError(f"{call}: libtpu does not accept it: {error}") from error
         return _grouped(description.devices, lambda device: getattr(device, "slice_index", 0) or 0)
     raise ValueError(
-        f"{call}: nothing here compiles for {kind!r}; valid kinds: {', '.join((*TPU_KINDS, *GPU_TARGETS))}"
+        f"{call}: nothing here compiles for {kind!r}; valid kinds:"
+        f" {', '.join((*TPU_KINDS, *GPU_TARGETS))}"
     )
 
 
-def compile(  # noqa: A001
+def compile(
     fn: Callable[..., Any],
     *args: jax.ShapeDtypeStruct,
     mesh: jax.sharding.Mesh,
@@ -198,9 +199,7 @@ def compile(  # noqa: A001
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
         for a, spec in zip(args, specs, strict=True)
     ]
-    mapped = jax.shard_map(
-        fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma
-    )
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
     return jax.jit(mapped).lower(*placed).compile()
 
 

@@ -1,0 +1,111 @@
+"""A compiled program's text without what does not change what it does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from xcoll.hlo.text import Computation, Module, attribute_end, parse, program_text
+
+# Where the program came from, and hashes over that.
+_DROPPED = ("metadata", "original_value", "fingerprint_before_lhs")
+# Names that pair operations with each other; only which are equal matters.
+_PAIRING = (
+    re.compile(r"\b(channel_id)=(\d+)"),
+    re.compile(r'\b(chain_id)="([^"]*)"'),
+    re.compile(r'\b(_xla_host_transfer_rendezvous)="([^"]*)"'),
+    re.compile(r'\b(MegascaleRendezvousKeyName)="([^"]*)"'),
+)
+
+
+def canonical(program: Any) -> str:
+    """Returns the text of a compiled program after canonical renaming.
+
+    Two programs with the same canonical text do the same, instruction by instruction in the same
+    order. Computations are written in the order in which the program reaches them, they and their
+    instructions numbered; metadata, stack frames, source tables, the module's name and
+    fingerprints are left out; channels and rendezvous are numbered in order of appearance.
+
+    Args:
+      program: a compiled program (``jax.jit(f).lower(...).compile()``) or its ``as_text()``.
+
+    Raises:
+      TypeError: ``program`` is neither.
+      ValueError: the text is not that of a compiled program.
+
+    Example:
+      >>> one = '''HloModule jit_f
+      ... ENTRY %main.1 (x: f32[8]) -> f32[8] {
+      ...   %x = f32[8]{0} parameter(0), metadata={op_name="x"}
+      ...   ROOT %neg.7 = f32[8]{0} negate(%x), metadata={op_name="jit(f)/neg" stack_frame_id=3}
+      ... }'''
+      >>> print(canonical(one))
+      HloModule
+      ENTRY %c0 {
+        %c0.0 = f32[8]{0} parameter(0)
+        ROOT %c0.1 = f32[8]{0} negate(%c0.0)
+      }
+    """
+    module = parse(program_text(program))
+    order = _reached(module)
+    names = {name: f"c{number}" for number, name in enumerate(order)}
+    numbers: dict[tuple[str, str], str] = {}
+    header = _clean(re.sub(r"^HloModule [^,\s]+", "HloModule", module.header), numbers)
+    lines = [re.sub(r",? ?frontend_attributes=\{\}", "", header)]
+    for name in order:
+        entry = "ENTRY " if name == module.entry else ""
+        lines.append(f"{entry}%{names[name]} {{")
+        lines += _body(module.computations[name], names, numbers)
+        lines.append("}")
+    return "\n".join(lines)
+
+
+def _reached(module: Module) -> list[str]:
+    """Returns all computations, those that the program reaches first, in that order."""
+    order: dict[str, None] = {}
+
+    def visit(name: str) -> None:
+        if name in order or name not in module.computations:
+            return
+        order[name] = None
+        for i in module.computations[name].instructions.values():
+            for _, callee in i.calls():
+                visit(callee)
+
+    visit(module.entry)
+    for name in module.computations:
+        visit(name)
+    return list(order)
+
+
+def _body(
+    computation: Computation, names: dict[str, str], numbers: dict[tuple[str, str], str]
+) -> list[str]:
+    prefix = names[computation.name]
+    local = {n: f"{prefix}.{number}" for number, n in enumerate(computation.instructions)}
+
+    def renamed(match: re.Match[str]) -> str:
+        return "%" + local.get(match[1], names.get(match[1], match[1]))
+
+    lines = []
+    for i in computation.instructions.values():
+        root = "ROOT " if i.name == computation.root else ""
+        attributes = re.sub(r"%([\w.\-]+)", renamed, _clean(i.attributes, numbers))
+        arguments = re.sub(r"%([\w.\-]+)", renamed, i.arguments)
+        lines.append(f"  {root}%{local[i.name]} = {i.type} {i.opcode}({arguments}){attributes}")
+    return lines
+
+
+def _clean(attributes: str, numbers: dict[tuple[str, str], str]) -> str:
+    for key in _DROPPED:
+        while at := re.search(rf"(?:, ?|(?<=\{{)){key}=", attributes):
+            end = attribute_end(attributes, at.end())
+            attributes = (attributes[: at.start()] + attributes[end:]).replace("{, ", "{")
+
+    def numbered(match: re.Match[str]) -> str:
+        known = sum(key == match[1] for key, _ in numbers)
+        return f"{match[1]}={numbers.setdefault((match[1], match[2]), str(known))}"
+
+    for pattern in _PAIRING:
+        attributes = pattern.sub(numbered, attributes)
+    return re.sub(r", frontend_attributes=\{\}", "", attributes)
