@@ -10,11 +10,9 @@ from xcoll.hlo.text import Computation, Module, attribute_end, parse, program_te
 # Where the program came from, and hashes over that.
 _DROPPED = ("metadata", "original_value", "fingerprint_before_lhs")
 # Names that pair operations with each other; only which are equal matters.
-_PAIRING = (
-    re.compile(r"\b(channel_id)=(\d+)"),
-    re.compile(r'\b(chain_id)="([^"]*)"'),
-    re.compile(r'\b(_xla_host_transfer_rendezvous)="([^"]*)"'),
-    re.compile(r'\b(MegascaleRendezvousKeyName)="([^"]*)"'),
+_PAIRING = re.compile(
+    r"\b(channel_id|chain_id|_xla_host_transfer_rendezvous|MegascaleRendezvousKeyName)"
+    r'=("?)([^",}]*)\2'
 )
 
 
@@ -104,8 +102,8 @@ def _clean(attributes: str, numbers: dict[tuple[str, str], str]) -> str:
 
     def numbered(match: re.Match[str]) -> str:
         known = sum(key == match[1] for key, _ in numbers)
-        return f"{match[1]}={numbers.setdefault((match[1], match[2]), str(known))}"
+        number = numbers.setdefault((match[1], match[3]), str(known))
+        return f"{match[1]}={match[2]}{number}{match[2]}"
 
-    for pattern in _PAIRING:
-        attributes = pattern.sub(numbered, attributes)
+    attributes = _PAIRING.sub(numbered, attributes)
     return re.sub(r", frontend_attributes=\{\}", "", attributes)
