@@ -1,0 +1,292 @@
+"""Trains a small language model twice: the plain step, then the same step through xcoll.
+
+The step below is ordinary JAX. xcoll is one line::
+
+    jax.jit(xcoll.optimize(step, topology=...), donate_argnums=(0, 1))
+
+Eight virtual devices, planned as two hosts behind a slow link::
+
+    python examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 \
+        --topology '2*cpu:4@200Mbit'
+
+The devices that are there (TPU, GPU or CPU), one process or several::
+
+    python examples/train_lm.py
+    srun python examples/train_lm.py --distributed
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import lm_compare
+import lm_data
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from lm_model import Config, Transformer, next_byte_loss
+from rich.console import Console
+
+import xcoll
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, with what, on which devices, and how its parameters are laid out.
+
+    Attributes:
+      config: sizes of the model.
+      optimizer: the optax transformation.
+      mesh: the devices; every axis carries data.
+      fsdp: keep each parameter, and its optimizer state, in shards over all devices.
+    """
+
+    config: Config
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    fsdp: bool = False
+
+    @functools.cached_property
+    def model(self) -> Transformer:
+        """The model with shapes in place of arrays."""
+        return nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0)))
+
+    @property
+    def params(self) -> Tree:
+        """Shapes and dtypes of the parameters."""
+        return nnx.state(self.model, nnx.Param)
+
+    @property
+    def shard_dims(self) -> Tree:
+        """For each parameter the dimension it is cut along, or -1 where it is replicated."""
+
+        def dim(param: jax.ShapeDtypeStruct) -> int:
+            divides = [size % self.mesh.size == 0 for size in param.shape]
+            return divides.index(True) if self.fsdp and any(divides) else -1
+
+        return jax.tree.map(dim, self.params)
+
+    @property
+    def specs(self) -> tuple[Tree, Tree, PartitionSpec]:
+        """Partition specs of the parameters, the optimizer state and the tokens."""
+        axes = self.mesh.axis_names
+        params = jax.tree.map(
+            lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, axes),
+            self.shard_dims,
+        )
+        state = optax.tree_map_params(
+            self.optimizer,
+            lambda _, spec: spec,
+            jax.eval_shape(self.optimizer.init, self.params),
+            params,
+            transform_non_params=lambda _: PartitionSpec(),
+        )
+        return params, state, PartitionSpec(axes)
+
+    def shardings(self, specs: Tree) -> Tree:
+        """Turns partition specs into shardings on the mesh."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+
+def make_gradients(job: Job) -> tuple[Callable[..., Any], Callable[[Tree], Tree]]:
+    """Returns the two halves of a gradient, to be called inside `jax.shard_map`.
+
+    The first maps (parameters, tokens) to this device's loss and gradient, the second
+    averages gradients over the devices.
+    """
+    axes, num_devices, dims = job.mesh.axis_names, job.mesh.size, job.shard_dims
+    graph = nnx.graphdef(job.model)
+
+    def loss_of(params: Tree, tokens: jax.Array) -> jax.Array:
+        return next_byte_loss(nnx.merge(graph, params), tokens)
+
+    def whole(param: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            # Varying: so that the gradient is this device's own, and the sum ours to write.
+            return jax.lax.pcast(param, axes, to="varying")
+        return jax.lax.all_gather(param, axes, axis=dim, tiled=True)
+
+    def mean(grad: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            return jax.lax.pmean(grad, axes)
+        total = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
+        return total / num_devices
+
+    def local(params: Tree, tokens: jax.Array) -> tuple[jax.Array, Tree]:
+        return jax.value_and_grad(loss_of)(jax.tree.map(whole, params, dims), tokens)
+
+    return local, lambda grads: jax.tree.map(mean, grads, dims)
+
+
+def make_step(job: Job) -> Callable[..., Any]:
+    """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
+    local_gradients, average = make_gradients(job)
+
+    def step(params: Tree, opt_state: Tree, tokens: jax.Array) -> tuple[Tree, Tree, jax.Array]:
+        loss, grads = local_gradients(params, tokens)
+        updates, opt_state = job.optimizer.update(average(grads), opt_state, params)
+        loss = jax.lax.pmean(loss, job.mesh.axis_names)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params, state, tokens = job.specs
+    return jax.shard_map(
+        step,
+        mesh=job.mesh,
+        in_specs=(params, state, tokens),
+        out_specs=(params, state, PartitionSpec()),
+    )
+
+
+def make_probe(job: Job) -> Callable[..., Any]:
+    """Returns ``probe(params, tokens) -> (averaged, per device)``: the step's gradients alone."""
+    local_gradients, average = make_gradients(job)
+
+    def probe(params: Tree, tokens: jax.Array) -> tuple[Tree, Tree]:
+        _, grads = local_gradients(params, tokens)
+        return average(grads), jax.tree.map(lambda grad: grad[None], grads)
+
+    params, _, tokens = job.specs
+    return jax.shard_map(
+        probe, mesh=job.mesh, in_specs=(params, tokens), out_specs=(params, tokens)
+    )
+
+
+def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
+    """Returns parameters and optimizer state, placed on the mesh; the same for the same seed."""
+
+    def init() -> tuple[Tree, Tree]:
+        params = nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param)
+        return params, job.optimizer.init(params)
+
+    return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))()
+
+
+def make_mesh(text: str | None) -> Mesh:
+    """Makes a mesh of all devices, or of the first ones that ``host=2,device=4`` needs.
+
+    Without a text: one axis over all devices, and one more in front over slices of a TPU
+    or, on other platforms, over processes.
+    """
+    devices = jax.devices()
+    # Devices of a slice (process) stay together along the leading axis.
+    granule = "slice_index" if devices[0].platform == "tpu" else "process_index"
+    devices = sorted(devices, key=lambda d: (getattr(d, granule, 0), d.id))
+    num_granules = len({getattr(d, granule, 0) for d in devices})
+    if text is not None:
+        axes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    elif num_granules > 1:
+        axes = {"host": num_granules, "device": len(devices) // num_granules}
+    else:
+        axes = {"device": len(devices)}
+    if math.prod(axes.values()) > len(devices):
+        raise SystemExit(f"--mesh {text}: only {len(devices)} devices; see --virtual-devices")
+    chosen = devices[: math.prod(axes.values())]
+    if num_granules == 1:
+        auto = (AxisType.Auto,) * len(axes)
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen, axis_types=auto)
+    return Mesh(np.array(chosen).reshape(tuple(axes.values())), tuple(axes))
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mesh", help="mesh axes, for example host=2,device=4")
+    parser.add_argument("--virtual-devices", type=int, help="split the CPU into this many devices")
+    parser.add_argument("--distributed", action="store_true", help="one of several processes")
+    parser.add_argument("--topology", help="plan for this hardware, e.g. '2*cpu:4@200Mbit'")
+    parser.add_argument("--algorithm", help="force one algorithm, e.g. ring")
+    parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step, in all")
+    parser.add_argument("--seq-len", type=int, default=128, help="bytes a sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
+    parser.add_argument("--dim", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains both ways and compares; returns 1 where they do not agree."""
+    args = arguments(argv)
+    if args.virtual_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.virtual_devices)
+    if args.distributed:
+        jax.distributed.initialize()
+
+    mesh = make_mesh(args.mesh)
+    if args.batch % mesh.size:
+        raise SystemExit(f"--batch {args.batch}: must divide by the {mesh.size} devices")
+    config = Config(seq_len=args.seq_len, dim=args.dim, layers=args.layers)
+    job = Job(config, optax.adamw(args.lr), mesh, args.fsdp)
+    step, probe = make_step(job), make_probe(job)
+
+    policy = xcoll.Policy(algorithm=args.algorithm)
+    optimised = xcoll.optimize(step, policy=policy, topology=args.topology)
+
+    console = Console(quiet=jax.process_index() != 0)
+    corpus = lm_data.stdlib_corpus()
+    graph = nnx.graphdef(job.model)
+    evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
+    held_out = list(itertools.islice(batches(corpus.held_out, job, args, 0), 8))
+
+    runs = []
+    for name, function in (("plain", step), ("optimised", optimised)):
+        run = lm_compare.train(
+            name,
+            jax.jit(function, donate_argnums=(0, 1)),
+            initial_state(job, args.seed),
+            batches(corpus.train, job, args, args.seed),
+            num_steps=args.steps,
+            held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
+            mesh=mesh,
+            console=console,
+        )
+        runs.append(run)
+    report = optimised.reports[-1]
+
+    state, tokens = initial_state(job, args.seed), next(batches(corpus.train, job, args, args.seed))
+    unchanged = xcoll.explain(
+        step, *state, tokens, policy=xcoll.Policy.native(), topology=args.topology
+    )
+    optimised_probe = xcoll.optimize(probe, policy=policy, topology=args.topology)
+    gradient = lm_compare.gradient_difference(
+        jax.jit(probe)(state[0], tokens),
+        jax.jit(optimised_probe)(state[0], tokens),
+        roundings=mesh.size - 1 + lm_compare.roundings(optimised_probe.reports[-1], mesh.size - 1),
+    )
+    return lm_compare.compare(
+        *runs,
+        predicted=(unchanged.wire_bytes(), report.wire_bytes()),
+        gradient=gradient,
+        report=report,
+        rewrite_expected=mesh.size > 1 and bool(args.topology or args.algorithm),
+        settings={k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        out=args.out,
+        console=console,
+    )
+
+
+def batches(text: np.ndarray, job: Job, args: argparse.Namespace, seed: int) -> Iterator[jax.Array]:
+    """Yields batches of windows of the text, placed on the mesh."""
+    for index in itertools.count():
+        tokens = lm_data.windows(text, args.batch, args.seq_len, (seed, index))
+        yield lm_data.place(tokens, job.mesh)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
