@@ -53,7 +53,7 @@ class Run:
 
 def train(
     name: str,
-    step: Callable[..., Any],
+    step: Any,
     state: tuple[Tree, Tree],
     batches: Iterator[jax.Array],
     *,
@@ -100,15 +100,17 @@ def train(
             if index + 1 < num_steps:
                 tokens = next(batches)
 
-    audit = hlo.audit(program, mesh)
+    collectives: Counter[str] = Counter()
+    for collective in hlo.collectives(program):
+        collectives[collective.kind] += collective.executions or 1
     return Run(
         name=name,
         losses=losses,
         held_out=held_out(params),
         tokens_per_s=rate,
         compile_s=compile_s,
-        counted=audit.wire_bytes(),
-        collectives=dict(Counter(audit.kinds())),
+        counted=hlo.wire_bytes(program, mesh),
+        collectives=dict(collectives),
     )
 
 
