@@ -44,6 +44,10 @@ class Hardware:
             return None
         return Mesh(np.array(self.devices).reshape(mesh.axis_sizes), mesh.axis_names)
 
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Returns the meshes that were planned for, those with known devices."""
+        return tuple(m for m in map(self.concrete, self._seen) if m is not None)
+
     def describe(self) -> str:
         """Returns what was planned for, in words."""
         known = dict.fromkeys(str(t) for t in self._seen.values() if t is not None)

@@ -27,7 +27,7 @@ def to_rows(collective: str, params: Mapping[str, Any], x: jax.Array, num_ranks:
     """Returns the operand as ``(rows, elements)``: one row a rank, or a single one."""
     if collective not in SCATTERED:
         return x.reshape(1, -1)
-    dimension = params["split_axis" if collective == "all_to_all" else "scatter_dimension"]
+    dimension = params.get("split_axis" if collective == "all_to_all" else "scatter_dimension", 0)
     return jnp.moveaxis(x, dimension, 0).reshape(num_ranks, -1)
 
 
@@ -42,7 +42,8 @@ def from_rows(
 
     Args:
       collective: the schedules' name.
-      params: parameters of the equation, as jax.lax's primitives have them.
+      params: parameters of the equation, as jax.lax's primitives have them; xcoll's own gather and
+        scatter have neither dimension nor ``tiled``: they stack along the first.
       rows: ``(num_ranks, elements)`` where the result is gathered, else ``(1, elements)``.
       shape: shape of the operand of the equation.
       num_ranks: number of ranks.
@@ -50,9 +51,9 @@ def from_rows(
     if collective in WHOLE:
         return rows.reshape(shape)
     if collective in ("reduce_scatter", "scatter"):
-        d = params["scatter_dimension"]
+        d = params.get("scatter_dimension", 0)
         rest = shape[:d] + shape[d + 1 :]
-        if not params["tiled"]:
+        if not params.get("tiled", False):
             return rows.reshape(rest)
         return jnp.moveaxis(rows.reshape(shape[d] // num_ranks, *rest), 0, d)
     if collective == "all_to_all":
@@ -61,9 +62,9 @@ def from_rows(
         rest = shape[:split] + shape[split + 1 :]
         part = jnp.moveaxis(rows.reshape(num_ranks, shape[split] // num_ranks, *rest), 1, split + 1)
         return _merge(part, concat)
-    d = params["all_gather_dimension"]
+    d = params.get("all_gather_dimension", 0)
     stacked = rows.reshape(num_ranks, *shape)
-    return _merge(stacked, d) if params["tiled"] else jnp.moveaxis(stacked, 0, d)
+    return _merge(stacked, d) if params.get("tiled", False) else jnp.moveaxis(stacked, 0, d)
 
 
 def _merge(x: jax.Array, dimension: int) -> jax.Array:

@@ -7,6 +7,8 @@ leave is edited at lowering: the derivative's collectives are planned as what th
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +18,8 @@ import jax
 from jax.extend import core
 from jax.interpreters import mlir
 
-from xcoll import _compat
-from xcoll.meshes import Hardware, agree_on_plans
+from xcoll import _compat, agreement
+from xcoll.meshes import Hardware
 from xcoll.policy import Policy
 from xcoll.report import Report
 from xcoll.rewrite import Rewriter
@@ -30,16 +32,18 @@ class Region:
     """What a region was marked with.
 
     Attributes:
-      policy: what is permitted.
+      policy: what is permitted; None leaves it to the region around, if there is one.
       topology: what the user said of the hardware.
       strict: what the policy's algorithm cannot do is an error.
       sink: receives the report of each lowering; compared by identity.
+      is_planned: the region around has planned it; nothing is left to do.
     """
 
-    policy: Policy
+    policy: Policy | None
     topology: Topology | str | None = None
     strict: bool = False
     sink: Callable[[Report], None] | None = None
+    is_planned: bool = False
 
 
 region_p = core.Primitive(REGION)
@@ -53,17 +57,37 @@ def _eager(*args: Any, **params: Any) -> Sequence[Any]:
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: core.Jaxpr, region: Region) -> Any:
+    if not region.is_planned:
+        call_jaxpr = _plan(ctx, call_jaxpr, region)
+    return mlir.core_call_lowering(ctx, *args, name=REGION, call_jaxpr=call_jaxpr)
+
+
+def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region) -> core.Jaxpr:
     mesh, manual, devices = _compat.manual_context(ctx)
-    platform = _compat.lowering_platform(ctx)
-    hardware = Hardware(region.topology, platform, devices)
+    hardware = Hardware(region.topology, _compat.lowering_platform(ctx), devices)
     scope = scope_of_mesh(mesh, manual) if mesh is not None and not mesh.empty else Scope()
-    rewriter = Rewriter(region.policy, hardware, region.strict)
-    edited = rewriter.rewrite(call_jaxpr, scope)
+    rewriter = Rewriter(region.policy or Policy(), hardware, region.strict)
+    edited = rewriter.rewrite(jaxpr, scope)
     report = rewriter.report()
-    agree_on_plans(report, devices)
+    _agree(report, hardware)
     if region.sink is not None:
         region.sink(report)
-    return mlir.core_call_lowering(ctx, *args, name=REGION, call_jaxpr=edited)
+    return edited
+
+
+def _agree(report: Report, hardware: Hardware) -> None:
+    """Compares the plans with those of the other processes of the meshes, if there are any."""
+    sites = [(s.collective, s.axes, s.dtype, s.num_bytes, s.count) for s in report.sites]
+    plans = [(s.group, s.plan.to_json() if s.plan else None, s.kept_reason) for s in report.sites]
+    for mesh in hardware.meshes():
+        processes = agreement.participants(mesh)
+        where = [tuple(mesh.shape.items()), [d.id for d in mesh.devices.flat]]
+        if processes:
+            agreement.agree(_digest(where, sites), _digest(plans), str(report), processes)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 mlir.register_lowering(region_p, _lower, cacheable=False)
@@ -90,3 +114,27 @@ def bind(fn: Callable[..., Any], region: Region, *args: Any) -> Any:
     consts, opened = jaxpr.consts, jaxpr.with_consts(())
     out = region_p.bind(*consts, *flat, call_jaxpr=opened, region=region)
     return jax.tree.unflatten(jax.tree.structure(out_shape), out)
+
+
+_disabled = jax.make_user_context(False)
+
+
+def disable() -> contextlib.AbstractContextManager[None]:
+    """Switches xcoll off while in the context: programs traced in it are the plain ones.
+
+    The state is part of jit's cache key, so that a function compiled outside is traced anew
+    inside, and the other way round.
+
+    Example:
+      >>> with disable():
+      ...     is_disabled()
+      True
+      >>> is_disabled()
+      False
+    """
+    return _disabled(True)
+
+
+def is_disabled() -> bool:
+    """Returns whether xcoll is switched off here (see `disable`)."""
+    return bool(_disabled.value)

@@ -6,6 +6,7 @@ change: the new equation has the old ones' outputs.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import warnings
 from collections.abc import Iterable
@@ -70,9 +71,14 @@ class Rewriter:
                     self.sites.append(_site(eqn, spec, scope, kept_reason=reason))
                 continue
             if eqn.primitive.name == REGION:
-                self._list_inner(eqn, scope)
-                continue
-            params = self._bodies(eqn, scope)
+                region = eqn.params["region"]
+                if region.policy is not None or region.is_planned:
+                    self._list_inner(eqn, scope)
+                    continue
+                params = self._bodies(eqn, scope) or dict(eqn.params)
+                params["region"] = dataclasses.replace(region, is_planned=True)
+            else:
+                params = self._bodies(eqn, scope)
             if params is not None:
                 new_eqns[index] = eqn.replace(params=params)
                 is_changed = True

@@ -1,0 +1,147 @@
+"""What every functional collective checks, and how it becomes a region."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xcoll import _compat
+from xcoll.algorithms import check_choice, supports
+from xcoll.errors import UnknownAxisError, unknown
+from xcoll.policy import COLLECTIVE_OF, Policy, check_policy
+from xcoll.primitives import Region, bind, is_disabled
+
+Axes = str | tuple[str, ...] | list[str]
+
+
+class Call:
+    """One call of a functional collective: its name, axes and policy, all checked.
+
+    Args:
+      name: the public function's name.
+      axis_name: as the user gave it.
+      policy: as the user gave it.
+      collective: jax.lax's name where it differs from ``name``.
+
+    Raises:
+      UnknownAxisError: an axis is not bound, or nothing is: the call is outside shard_map.
+      ValueError: an axis is repeated, or the policy forces what cannot be.
+      TypeError: the axis or the policy is of a wrong type.
+    """
+
+    def __init__(self, name: str, axis_name: Axes, policy: Any, collective: str | None = None):
+        self.name = name
+        self.axes = check_axes(name, axis_name)
+        self.policy: Policy | None = None if policy is None else check_policy(name, policy)
+        self.num_ranks = math.prod(jax.lax.axis_size(a) for a in self.axes)
+        self.check_algorithm(collective or name)
+
+    def check_algorithm(self, collective: str) -> None:
+        """Checks that the algorithm forced for this call exists and can do it."""
+        forced = self.policy.forced(collective) if self.policy else None
+        if forced is None:
+            return
+        call = f"{self.name}(policy=Policy(algorithm={str(forced)!r}))"
+        check_choice(call, forced)
+        reason = supports(forced, COLLECTIVE_OF[collective])
+        if reason is not None and forced.name != "native":
+            raise ValueError(f"{call}: {reason}")
+
+    def check_leaves(self, x: Any, *, numbers: bool = False) -> None:
+        """Checks that ``x`` is a pytree of arrays, and of numbers where a sum is asked."""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+            where = f"x{jax.tree_util.keystr(path)}"
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
+                raise TypeError(
+                    f"{self.name}: {where} is a {type(leaf).__name__}, not an array; pass arrays, or"
+                    " leave it out of the pytree"
+                )
+            dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
+            is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+            if numbers and not is_number:
+                raise TypeError(
+                    f"{self.name}: {where} has dtype {dtype}, which cannot be summed or compared;"
+                    " only numbers and booleans can (gather or broadcast it instead)"
+                )
+
+    def check_dimension(self, x: Any, dimension: int, argument: str, extra: int = 0) -> None:
+        """Checks that ``dimension`` is one of every leaf's, of which there are ``extra`` more."""
+        if isinstance(dimension, bool) or not isinstance(dimension, int | np.integer):
+            raise TypeError(f"{self.name}({argument}={dimension!r}): must be an integer")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+            ndim = np.ndim(leaf) + extra
+            if not -ndim <= dimension < ndim:
+                raise ValueError(
+                    f"{self.name}({argument}={dimension}): out of range for"
+                    f" x{jax.tree_util.keystr(path)} of shape {np.shape(leaf)}; valid: {-ndim} to"
+                    f" {ndim - 1}"
+                )
+
+    def check_divides(
+        self, x: Any, dimension: int, argument: str, tiled: bool, num_ranks: int
+    ) -> None:
+        """Checks that every leaf can be cut along ``dimension``, one piece a rank."""
+        self.check_dimension(x, dimension, argument)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+            size = np.shape(leaf)[dimension]
+            if tiled and size % num_ranks:
+                rule = f"must be a multiple of the {num_ranks} ranks over {self.axes}; pad it"
+            elif not tiled and size != num_ranks:
+                rule = f"must be the {num_ranks} ranks over {self.axes}; or pass tiled=True"
+            else:
+                continue
+            raise ValueError(
+                f"{self.name}({argument}={dimension}, tiled={tiled}): dimension {dimension} of"
+                f" x{jax.tree_util.keystr(path)} of shape {np.shape(leaf)} has {size} elements; it"
+                f" {rule}"
+            )
+
+    def run(self, fn: Callable[[Any], Any], x: Any) -> Any:
+        """Returns ``fn(x)`` with its collectives planned by the call's policy.
+
+        Without a policy an `xcoll.optimize` around the call plans it, else the default policy.
+        Where no leaf is traced there is nothing to communicate, and jax.lax folds constants.
+        """
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+        if not is_traced or is_disabled():
+            return fn(x)
+        return bind(fn, Region(self.policy, strict=self.policy is not None), x)
+
+
+def check_axes(name: str, axis_name: Any) -> tuple[str, ...]:
+    """Returns the axes as a tuple, each bound and named once.
+
+    Raises:
+      UnknownAxisError: an axis is not bound, or nothing is.
+      ValueError: an axis is repeated.
+      TypeError: it is not a name or a tuple of names.
+    """
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    bound = _compat.bound_axes()
+    for axis in axes:
+        try:
+            known = axis in bound
+        except TypeError:
+            raise TypeError(
+                f"{name}(axis_name={axis_name!r}): must be an axis name or a tuple of them"
+            ) from None
+        if not known and not bound:
+            raise UnknownAxisError(
+                f"{name}(axis_name={axis_name!r}): called outside jax.shard_map, where no mesh axis"
+                " is bound; call it in the function given to jax.shard_map"
+            )
+        if not known:
+            raise UnknownAxisError(
+                unknown(f"{name}(axis_name={axis_name!r})", "mesh axis", axis, bound)
+            )
+    if len(set(axes)) < len(axes):
+        repeated = next(a for i, a in enumerate(axes) if a in axes[:i])
+        raise ValueError(
+            f"{name}(axis_name={axis_name!r}): axis {repeated!r} is repeated; name each axis once"
+        )
+    return axes
