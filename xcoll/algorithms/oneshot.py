@@ -1,7 +1,7 @@
 """Direct and native forms: whole XLA collectives, with an explicit fold where values combine.
 
-The direct sums are ``((x0 + x1) + x2) + ...`` in rank order whatever the payload and mesh, which is what
-makes them deterministic.
+The direct sums are ``((x0 + x1) + x2) + ...`` in rank order whatever the payload and mesh, which
+is what makes them deterministic.
 
 References:
   Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in

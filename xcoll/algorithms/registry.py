@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from xcoll.algorithms import oneshot, rings
+from xcoll.algorithms import (
+    doubling,
+    logarithmic,
+    oneshot,
+    pipelines,
+    rings,
+    tori,
+    trees,
+    twin_trees,
+    two_way,
+)
 from xcoll.errors import UnsupportedError, unknown
 from xcoll.policy import Choice
 from xcoll.schedule import COLLECTIVES, ClosedForm, Schedule
@@ -76,6 +86,63 @@ _TABLE = (
         form=rings.ring_form,
     ),
     Algorithm(
+        name="bidirectional_ring",
+        builders={
+            "all_reduce": two_way.bidirectional_ring_all_reduce,
+            "reduce_scatter": two_way.bidirectional_ring_reduce_scatter,
+            "all_gather": two_way.bidirectional_ring_all_gather,
+        },
+        form=two_way.two_way_form,
+    ),
+    Algorithm(
+        name="recursive_doubling",
+        builders={
+            "all_reduce": doubling.recursive_doubling_all_reduce,
+            "all_gather": doubling.recursive_doubling_all_gather,
+        },
+        form=doubling.doubling_form,
+    ),
+    Algorithm(
+        name="halving_doubling",
+        builders={
+            "all_reduce": doubling.halving_doubling_all_reduce,
+            "reduce_scatter": doubling.halving_doubling_reduce_scatter,
+            "broadcast": logarithmic.halving_doubling_broadcast,
+        },
+        form=logarithmic.halving_doubling_form,
+    ),
+    Algorithm(
+        name="tree",
+        builders={
+            "all_reduce": trees.tree_all_reduce,
+            "broadcast": trees.tree_broadcast,
+            "reduce": trees.tree_reduce,
+            "gather": trees.tree_gather,
+            "scatter": trees.tree_scatter,
+        },
+        form=trees.tree_form,
+        options={"radix": Option(2, 2)},
+    ),
+    Algorithm(
+        name="double_tree",
+        builders={"all_reduce": twin_trees.double_tree_all_reduce},
+        form=twin_trees.double_tree_form,
+        options={"num_chunks": Option(8, 1)},
+    ),
+    Algorithm(
+        name="bruck",
+        builders={
+            "all_gather": logarithmic.bruck_all_gather,
+            "all_to_all": logarithmic.bruck_all_to_all,
+        },
+        form=logarithmic.bruck_form,
+    ),
+    Algorithm(
+        name="pairwise",
+        builders={"all_to_all": logarithmic.pairwise_all_to_all},
+        form=logarithmic.pairwise_form,
+    ),
+    Algorithm(
         name="direct",
         builders={
             "all_reduce": oneshot.direct_all_reduce,
@@ -85,6 +152,23 @@ _TABLE = (
         },
         form=oneshot.direct_form,
         options={"shots": Option(2, 1, 2)},
+    ),
+    Algorithm(
+        name="torus",
+        builders={
+            "all_reduce": tori.torus_all_reduce,
+            "reduce_scatter": tori.torus_reduce_scatter,
+            "all_gather": tori.torus_all_gather,
+        },
+        form=tori.torus_form,
+        needs_dims=True,
+    ),
+    Algorithm(
+        name="hierarchical",
+        builders={"all_reduce": pipelines.pipelined_all_reduce},
+        form=pipelines.pipelined_form,
+        options={"num_segments": Option(1, 1)},
+        needs_dims=True,
     ),
 )
 
@@ -105,6 +189,8 @@ def supports(choice: Choice, collective: str) -> str | None:
         # A composition of stages that the planner makes: each level must do its part.
         return _supports_levels(choice, collective)
     algorithm = ALGORITHMS[choice.name]
+    if choice.name == "hierarchical" and any(level != Choice("ring") for level in choice.levels):
+        return f"{choice}: pipelined levels are rings; name no other levels, or num_segments=1"
     if collective in algorithm.builders:
         return None
     return f"{choice} has no {collective}; it does {', '.join(algorithm.collectives)}"
@@ -245,6 +331,11 @@ def _arguments(
     reason = supports(choice, collective)
     if reason is not None:
         raise UnsupportedError(f"{call}: {reason}")
+    if choice.name == "hierarchical" and _segments(choice) == 1:
+        raise UnsupportedError(
+            f"{call}: {choice} is a composition of stages, which the planner makes, and no one"
+            " schedule; build its levels, or give num_segments above 1"
+        )
     arguments: dict[str, Any] = {
         name: dict(choice.options).get(name, option.default)
         for name, option in algorithm.options.items()
