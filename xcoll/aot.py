@@ -80,8 +80,8 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
       topology: a TPU slice ``"v5e:4x4"``, ``"v5p:4x4x4"``, ``"v6e:4x4"``, ``"tpu7x:2x2x1"`` (two
         devices a chip, as on v3 and v4), several slices ``"2*v5e:2x2"``, one GPU host ``"h100:8"``,
         or several ``"4*h100:8"``.
-      axis_shapes: size of each mesh axis; together as many as there are devices. Slices (hosts) are
-        laid out over the leading axes.
+      axis_shapes: size of each mesh axis; together as many as there are devices. Slices
+        (hosts) are laid out over the first axes whose sizes divide them.
       axis_names: a name for each.
 
     Returns:
@@ -110,18 +110,16 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
     for size in axis_shapes:
         outer.append(math.gcd(remaining, size))
         remaining //= outer[-1]
-    if remaining != 1:
-        raise ValueError(
-            f"{call}: the leading axes cannot be divided over the {len(granules)} slices or hosts;"
-            f" give them sizes whose product is a multiple of {len(granules)}"
-        )
     inner = [size // n for size, n in zip(axis_shapes, outer, strict=True)]
     array = np.empty(tuple(axis_shapes), object)
     for granule, index in zip(granules, np.ndindex(*outer), strict=True):
         where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))
-        array[where] = mesh_utils.create_device_mesh(
-            inner, list(granule), allow_split_physical_axes=True
-        )
+        if granule[0].device_kind == "TPU v4":  # mesh_utils wants one device a chip there
+            array[where] = np.array(granule).reshape(inner)
+        else:
+            array[where] = mesh_utils.create_device_mesh(
+                inner, list(granule), allow_split_physical_axes=True
+            )
     return jax.sharding.Mesh(array, tuple(axis_names))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from xcoll.hlo.groups import Groups, Pairs, parse_groups, parse_lists, parse_transfer_target
 from xcoll.hlo.loops import conditional, executions
-from xcoll.hlo.text import Instruction, Module, num_bytes, parse, program_text, shapes
+from xcoll.hlo.text import Instruction, Module, num_bytes, parse, program_text, shapes, walk
 
 KINDS = (
     "all-reduce",
@@ -75,7 +75,7 @@ class Collective:
 
 
 def collectives(program: Any) -> tuple[Collective, ...]:
-    """Returns every collective of a compiled program, in the order of its text.
+    """Returns every collective of a compiled program, in program order.
 
     A start and its done are one. An operation that the TPU compiler prints once for each step of
     its overlap with other work is one. A transfer between TPU slices is two: a send and a recv.
@@ -101,35 +101,34 @@ def collectives(program: Any) -> tuple[Collective, ...]:
     scattered = _scattered(module)
     rows: list[Collective] = []
     seen: set[tuple[str, str, str]] = set()
-    for computation in module.computations.values():
-        for i in computation.instructions.values():
-            kind = i.opcode.removesuffix("-start")
-            if kind not in KINDS:
+    for computation, i in walk(module):
+        kind = i.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        if chain := re.search(r'chain_id="([^"]*)"', i.attributes):
+            key = (kind, i.attribute("channel_id") or "", chain[1])
+            if key in seen:
                 continue
-            if chain := re.search(r'chain_id="([^"]*)"', i.attributes):
-                key = (kind, i.attribute("channel_id") or "", chain[1])
-                if key in seen:
-                    continue
-                seen.add(key)
-            kind = "reduce-scatter" if computation.name in scattered else kind
-            groups, pairs, transfer = _connections(i, module.num_devices)
-            operands = _operands(module, computation.name, i)
-            rows.append(
-                Collective(
-                    name=i.name,
-                    kind=kind,
-                    dtypes=tuple(dict.fromkeys(dtype for dtype, _ in operands)),
-                    operand_bytes=sum(num_bytes(dtype, dims) for dtype, dims in operands),
-                    groups=groups,
-                    pairs=pairs,
-                    executions=counts[computation.name],
-                    conditional=computation.name in maybe,
-                    transfer=transfer,
-                    num_devices=module.num_devices,
-                    computation=computation.name,
-                    op_name=_op_name(i),
-                )
+            seen.add(key)
+        kind = "reduce-scatter" if computation.name in scattered else kind
+        groups, pairs, transfer = _connections(i, module.num_devices)
+        operands = _operands(module, computation.name, i)
+        rows.append(
+            Collective(
+                name=i.name,
+                kind=kind,
+                dtypes=tuple(dict.fromkeys(dtype for dtype, _ in operands)),
+                operand_bytes=sum(num_bytes(dtype, dims) for dtype, dims in operands),
+                groups=groups,
+                pairs=pairs,
+                executions=counts[computation.name],
+                conditional=computation.name in maybe,
+                transfer=transfer,
+                num_devices=module.num_devices,
+                computation=computation.name,
+                op_name=_op_name(i),
             )
+        )
     return tuple(rows)
 
 

@@ -7,6 +7,7 @@ compile-only device gives (``jax.stages.Compiled.as_text()``).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,28 @@ class Module:
         for size in sizes:
             total *= int(size)
         return total
+
+
+def walk(module: Module) -> Iterator[tuple[Computation, Instruction]]:
+    """Yields every instruction once, in the order in which the program first comes to it.
+
+    A computation comes where the first instruction that names it stands, before that instruction;
+    what the program does not reach comes last.
+    """
+    seen: set[str] = set()
+
+    def visit(name: str) -> Iterator[tuple[Computation, Instruction]]:
+        if name in seen or name not in module.computations:
+            return
+        seen.add(name)
+        computation = module.computations[name]
+        for i in computation.instructions.values():
+            for _, callee in i.calls():
+                yield from visit(callee)
+            yield computation, i
+
+    for name in (module.entry, *module.computations):
+        yield from visit(name)
 
 
 def program_text(program: Any) -> str:

@@ -1,0 +1,170 @@
+"""Compile-only meshes: every kind of topology compiles, and bad ones say what is wrong."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from xcoll import aot, hlo
+
+KINDS = [
+    # topology, mesh axes, device kind, granules (slices or hosts)
+    ("v5e:4x4", (4, 4), "TPU v5 lite", 1),
+    ("v5p:4x4x4", (8, 8), "TPU v5", 1),
+    ("2*v5e:2x2", (2, 4), "TPU v5 lite", 2),
+    ("v6e:4x4", (2, 8), "TPU v6 lite", 1),
+    ("tpu7x:2x2x1", (2, 4), "TPU7x", 1),
+    ("h100:8", (2, 4), "NVIDIA H100 80GB HBM3", 1),
+    ("4*h100:8", (4, 8), "NVIDIA H100 80GB HBM3", 4),
+]
+
+
+@pytest.mark.parametrize(("topology", "shape", "kind", "granules"), KINDS)
+def test_a_mesh_of_every_kind_compiles_a_program(topology, shape, kind, granules):
+    mesh = aot.mesh(topology, shape, ("outer", "inner"))
+    assert mesh.axis_names == ("outer", "inner")
+    assert mesh.devices.shape == shape
+    assert {d.device_kind for d in mesh.devices.flat} == {kind}
+    assert len(set(mesh.devices.flat)) == mesh.devices.size
+    assert len(aot.devices(topology)) == granules
+
+    def there_and_back(x):
+        mine = lax.psum_scatter(x, "inner", scatter_dimension=0, tiled=True)
+        return lax.all_gather(mine, "inner", axis=0, tiled=True)
+
+    program = aot.compile(
+        there_and_back,
+        jax.ShapeDtypeStruct((512, 128), jnp.float32),
+        mesh=mesh,
+        in_specs=P(),
+        out_specs=P(),
+        check_vma=False,
+    )
+    rows = hlo.collectives(program)
+    assert [(r.kind, r.dtypes, hlo.axes_of(r, mesh)) for r in rows] == [
+        ("reduce-scatter", ("f32",), ("inner",)),
+        ("all-gather", ("f32",), ("inner",)),
+    ]
+    assert [r.operand_bytes for r in rows] == [512 * 128 * 4, 512 * 128 * 4 // shape[1]]
+
+
+def test_slices_and_hosts_lie_over_the_leading_axes():
+    slices = aot.mesh("2*v5e:2x2", (2, 4), ("dcn", "ici")).devices
+    assert [{d.slice_index for d in row} for row in slices] == [{0}, {1}]
+    hosts = aot.mesh("4*h100:8", (2, 16), ("a", "b")).devices
+    assert [[d.process_index for d in row] for row in hosts] == [
+        [0] * 8 + [1] * 8,
+        [2] * 8 + [3] * 8,
+    ]
+    # Where the leading axis cannot be divided over the hosts, the next one is.
+    late = aot.mesh("2*h100:3", (3, 2), ("a", "b")).devices
+    assert [[d.process_index for d in row] for row in late] == [[0, 1]] * 3
+
+
+def test_devices_are_made_once():
+    first = aot.mesh("v5e:4x4", (4, 4), ("a", "b"))
+    second = aot.mesh("v5e:4x4", (16,), ("all",))
+    assert set(first.devices.flat) == set(second.devices.flat)
+    assert aot.mesh("v5e:4x4", (4, 4), ("a", "b")) == first
+
+
+def test_two_devices_a_chip_where_the_hardware_has_them():
+    assert aot.mesh("v4:2x2x1", (4, 2), ("chip", "core")).devices.shape == (4, 2)
+    assert aot.mesh("tpu7x:2x2x1", (8,), ("all",)).devices.shape == (8,)
+
+
+@pytest.mark.parametrize(
+    ("topology", "shape", "message"),
+    [
+        ("v5e", (4,), r"aot.mesh\('v5e'\): malformed topology; write \[slices\*\]kind:layout"),
+        ("v5e:banana", (4,), "malformed topology"),
+        ("2*:4", (4,), "malformed topology"),
+        ("", (4,), "malformed topology"),
+        ("0*v5e:2x2", (4,), "sizes are at least 1"),
+        ("v5e:0x4", (4,), "sizes are at least 1"),
+        ("v9:2x2", (4,), "nothing here compiles for 'v9'; valid kinds: v3, v4, v5e, .*h100"),
+        ("h100:2x4", (8,), "a GPU host has a number of devices, for example 'h100:8'"),
+        ("v5e:3x5", (15,), "libtpu does not accept it: .*not divisible"),
+        ("v5e:4x4", (4, 2), "the axes make 8 devices, but v5e:4x4 has 16"),
+        ("h100:8", (2, 4, 1), "3 sizes for 2 axis names"),
+    ],
+)
+def test_bad_topologies_say_what_is_wrong(topology, shape, message):
+    with pytest.raises(ValueError, match=message):
+        aot.mesh(topology, shape, ("a", "b")[: len(shape)])
+
+
+@pytest.mark.parametrize(
+    ("topology", "module", "package"),
+    [
+        ("v5e:2x4", "libtpu", "libtpu"),
+        ("h100:5", "jax_plugins.xla_cuda13", "jax-cuda13-plugin"),
+    ],
+)
+@pytest.mark.parametrize("error", [False, True])
+def test_a_missing_package_names_the_extra(monkeypatch, topology, module, package, error):
+    find_spec = importlib.util.find_spec
+
+    def without(name, *args):
+        if name == module and error:  # what find_spec does where the parent is missing
+            raise ModuleNotFoundError(name)
+        return None if name == module else find_spec(name, *args)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(ImportError) as caught:
+        aot.mesh(topology, (1,), ("a",))
+    assert f"the package {package} is not installed" in str(caught.value)
+    assert "pip install 'jax-xcoll[aot]'" in str(caught.value)
+
+
+WORKER = """
+import os
+before = dict(os.environ)
+import jax
+after_jax = dict(os.environ)
+from xcoll import aot
+assert dict(os.environ) == after_jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+mesh = aot.mesh("v5e:2x2", (4,), ("a",))
+assert "ALLOW_MULTIPLE_LIBTPU_LOAD" in before or "ALLOW_MULTIPLE_LIBTPU_LOAD" not in os.environ
+x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+program = aot.compile(
+    lambda x: lax.psum(x, "a"), x, mesh=mesh, in_specs=P("a"), out_specs=P()
+)
+print("COMPILED", program.as_text().count(" all-reduce("))
+input()
+"""
+
+
+def test_two_processes_compile_at_once_and_leave_the_environment_alone():
+    environment = {k: v for k, v in os.environ.items() if "TPU" not in k}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        # Neither ends before both have compiled: each holds libtpu while the other loads it.
+        lines = [p.stdout.readline() for p in processes]
+        outputs = [p.communicate("\n", timeout=60) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    assert lines == ["COMPILED 1\n"] * 2, outputs
