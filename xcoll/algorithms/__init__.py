@@ -1,5 +1,8 @@
 """Collective algorithms: each builds a `xcoll.schedule.Schedule` and states its closed form."""
 
+from xcoll.algorithms.catalog import ALGORITHMS as ALGORITHMS
+from xcoll.algorithms.catalog import Algorithm as Algorithm
+from xcoll.algorithms.catalog import Option as Option
 from xcoll.algorithms.choices import bidirectional_ring as bidirectional_ring
 from xcoll.algorithms.choices import bruck as bruck
 from xcoll.algorithms.choices import direct as direct
@@ -12,9 +15,6 @@ from xcoll.algorithms.choices import recursive_doubling as recursive_doubling
 from xcoll.algorithms.choices import ring as ring
 from xcoll.algorithms.choices import torus as torus
 from xcoll.algorithms.choices import tree as tree
-from xcoll.algorithms.registry import ALGORITHMS as ALGORITHMS
-from xcoll.algorithms.registry import Algorithm as Algorithm
-from xcoll.algorithms.registry import Option as Option
 from xcoll.algorithms.registry import build as build
 from xcoll.algorithms.registry import check_choice as check_choice
 from xcoll.algorithms.registry import closed_form as closed_form

@@ -166,13 +166,13 @@ def pipelined_form(
     del collective
     hosts = _hosts(dims)
     outer, inner, mixed = hosts.outer, hosts.inner, num_segments - 1
-    phases = (
+    levels = (
         Phase((inner - 1) * outer, 1, block=inner, reduce=True),
         Phase(mixed * (outer - 1) * inner, 1, reduce=True),
         Phase(mixed * (inner - 1), 1, block=inner, reduce=True),
         Phase(outer - 1, 1, distance=inner, reduce=True),
     )
-    phases = tuple(phase for phase in phases if phase.steps)
+    phases = tuple(phase for phase in levels if phase.steps)
     back = tuple(
         Phase(phase.steps, 1, distance=phase.distance, block=phase.block)
         for phase in reversed(phases)
