@@ -1,0 +1,193 @@
+"""Enumerates the plans that a request could have: stages over spans of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from xcoll.algorithms import ALGORITHMS
+from xcoll.plan import Request, Span, Stage
+from xcoll.policy import Choice
+from xcoll.topology import Digit, Topology
+
+NATIVE = Choice("native")
+
+Price = Callable[[Sequence[Stage]], int]
+
+_NATIVE_OPS = {"all_reduce": ("sum", "max", "min"), "reduce_scatter": ("sum",)}
+_COUNTERPART = {
+    ("halving_doubling", "all_gather"): "recursive_doubling",
+    ("recursive_doubling", "reduce_scatter"): "halving_doubling",
+}
+_TRIED: dict[str, tuple[tuple[str, int], ...]] = {
+    "tree": (("radix", 2), ("radix", 4), ("radix", 8)),
+    "double_tree": (("num_chunks", 4), ("num_chunks", 16)),
+    "direct": (("shots", 1), ("shots", 2)),
+}
+_SEGMENTS = (2, 4, 8)
+
+
+def whole_span(request: Request) -> Span:
+    """Returns the span of all ranks of a request."""
+    return Span(request.axes, request.num_ranks, 1)
+
+
+def does(choice: Choice, collective: str, op: str) -> str | None:
+    """Returns None if ``choice`` can carry out a stage, else the sentence why not."""
+    algorithm = ALGORITHMS[choice.name]
+    if collective not in algorithm.collectives:
+        return f"{choice.name} has no {collective}; it does {', '.join(algorithm.collectives)}"
+    ops = _NATIVE_OPS.get(collective, (op,))
+    if choice.name == "native" and op not in ops:
+        return f"XLA's {collective} combines by {', '.join(ops)} only, not by {op}"
+    return None
+
+
+def part_of(level: Choice, collective: str) -> Choice:
+    """Returns the algorithm with which a level does its part.
+
+    Halving and doubling are two halves of one algorithm: recursive halving scatters,
+    recursive doubling gathers.
+    """
+    name = _COUNTERPART.get((level.name, collective))
+    return Choice(name) if name else level
+
+
+def choices(collective: str, op: str) -> list[Choice]:
+    """Returns the algorithms to try for one stage, native first."""
+    found = [NATIVE] if does(NATIVE, collective, op) is None else []
+    for name, algorithm in ALGORITHMS.items():
+        if name in ("native", "hierarchical") or algorithm.needs_dims:
+            continue
+        if collective not in algorithm.collectives:
+            continue
+        if name == "direct" and collective in ("all_gather", "all_to_all") and found:
+            continue  # the same program as native
+        variants = _TRIED.get(name) if name != "direct" or collective == "all_reduce" else None
+        found += [Choice(name, (v,)) for v in variants] if variants else [Choice(name)]
+    return found
+
+
+def splits(digits: Sequence[Digit]) -> Iterator[tuple[tuple[Digit, ...], ...]]:
+    """Yields every way to cut the levels into two or more runs, innermost first."""
+    for cuts in itertools.product((False, True), repeat=max(0, len(digits) - 1)):
+        if not any(cuts):
+            continue
+        runs: list[list[Digit]] = [[digits[0]]]
+        for is_cut, digit in zip(cuts, digits[1:], strict=True):
+            if is_cut:
+                runs.append([digit])
+            else:
+                runs[-1].append(digit)
+        yield tuple(map(tuple, runs))
+
+
+def span_of(request: Request, run: Sequence[Digit]) -> Span:
+    """Returns the span of a run of neighbouring levels."""
+    used = {digit.axis for digit in run}
+    axes = tuple(axis for axis in request.axes if axis in used)
+    return Span(axes, math.prod(digit.level.size for digit in run), run[0].axis_stride)
+
+
+def axis_spans(request: Request) -> tuple[Span, ...]:
+    """Returns one span a mesh axis, the last axis (innermost) first."""
+    pairs = zip(request.axes, request.axis_sizes, strict=True)
+    return tuple(Span((axis,), size, 1) for axis, size in reversed(list(pairs)) if size > 1)
+
+
+def compose(
+    collective: str, spans: Sequence[Span], levels: Sequence[Choice]
+) -> tuple[Stage, ...] | None:
+    """Returns the stages of a hierarchy.
+
+    Args:
+      collective: what the whole does.
+      spans: the ranks of each level, innermost first.
+      levels: the algorithm of each.
+
+    Returns:
+      None where the collective is no composition of such parts.
+    """
+    pairs = list(zip(spans, levels, strict=True))
+    if collective == "all_reduce":
+        inner, (last, top) = pairs[:-1], pairs[-1]
+        scatter = [Stage("reduce_scatter", s, part_of(c, "reduce_scatter")) for s, c in inner]
+        gather = [Stage("all_gather", s, part_of(c, "all_gather")) for s, c in reversed(inner)]
+        return (*scatter, Stage("all_reduce", last, top), *gather)
+    if collective in ("reduce_scatter", "all_to_all"):
+        # The reduce-scatter starts inside: what is left for the slow links is smallest.
+        return tuple(Stage(collective, s, part_of(c, collective)) for s, c in pairs)
+    if collective == "all_gather":
+        return tuple(Stage(collective, s, part_of(c, collective)) for s, c in reversed(pairs))
+    return None
+
+
+def hierarchies(
+    request: Request, topology: Topology, price: Price
+) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    """Yields names and stages of hierarchies at every split of the levels.
+
+    Stages do not overlap, so that the best algorithm of each level makes the best hierarchy. Yielded
+    are that one, all-native, and those that differ from the best in one level.
+    """
+    cut = list(splits(topology.digits(request.axes)))
+    for runs in cut:
+        spans = [span_of(request, run) for run in runs]
+        where = " over " + ", ".join(str(s.num_ranks) for s in spans) if len(cut) > 1 else ""
+        options = [
+            level_choices(request, position == len(spans) - 1) for position in range(len(spans))
+        ]
+        if compose(request.collective, spans, [NATIVE] * len(spans)) is None or not all(options):
+            continue
+        levels = [tried[0] for tried in options]
+        seen: set[tuple[Choice, ...]] = set()
+        # One round finds the best: a level's cost does not depend on the others' algorithms but
+        # for padding.
+        for position, tried in enumerate(options):
+            ranked = []
+            for choice in tried:
+                trial = [*levels[:position], choice, *levels[position + 1 :]]
+                stages = compose(request.collective, spans, trial)
+                assert stages is not None
+                ranked.append((price(stages), len(ranked), choice))
+                if tuple(trial) not in seen:
+                    seen.add(tuple(trial))
+                    yield f"hierarchical({', '.join(map(str, trial))}){where}", stages
+            levels[position] = min(ranked)[2]
+
+
+def level_choices(request: Request, is_outermost: bool) -> list[Choice]:
+    """Returns the algorithms to try at one level of a hierarchy."""
+    if request.collective != "all_reduce":
+        return choices(request.collective, request.op)
+    if is_outermost:
+        return choices("all_reduce", request.op)
+    return [
+        choice
+        for choice in choices("reduce_scatter", request.op)
+        if does(part_of(choice, "all_gather"), "all_gather", request.op) is None
+    ]
+
+
+def whole(request: Request, topology: Topology) -> Iterator[tuple[str, tuple[Stage, ...]]]:
+    """Yields names and stages of one algorithm over all ranks."""
+    span = whole_span(request)
+    for choice in choices(request.collective, request.op):
+        if choice != NATIVE:
+            yield str(choice), (Stage(request.collective, span, choice),)
+    digits = topology.digits(request.axes)
+    dims = tuple(digit.level.size for digit in reversed(digits))
+    torus = ALGORITHMS.get("torus")
+    if torus is not None and request.collective in torus.collectives and len(dims) > 1:
+        yield "torus", (Stage(request.collective, span, Choice("torus"), dims),)
+    pipelined = ALGORITHMS.get("hierarchical")
+    if pipelined is None or request.collective not in pipelined.collectives:
+        return
+    for runs in splits(digits):
+        if len(runs) == 2:
+            inner, outer = (math.prod(d.level.size for d in run) for run in runs)
+            for segments in _SEGMENTS:
+                choice = Choice("hierarchical", (("num_segments", segments),))
+                name = f"{choice} over {inner}, {outer}" if len(digits) > 2 else str(choice)
+                yield name, (Stage(request.collective, span, choice, (outer, inner)),)

@@ -1,0 +1,200 @@
+"""What XLA's own collectives cost: libtpu, NCCL and Gloo, each by its own algorithm.
+
+References:
+  TPU: "How to Scale Your Model", Google, 2026 revision, chapters on TPUs and sharding.
+  GPU: NCCL 2.30, ``src/graph/tuning.cc``.
+  CPU: measured with Gloo; see ``xcoll/hardware/cpu.json``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from xcoll.hardware import figure
+from xcoll.loads import loads
+from xcoll.schedule import Phase
+from xcoll.topology import Device, Digit
+
+PS = 10**12
+"""Picoseconds in a second."""
+
+
+def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
+    """Returns the picoseconds that bytes take, rounded up."""
+    return -(-num_bytes * PS // bytes_per_s)
+
+
+def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int) -> int:
+    """Returns the predicted time of XLA's own collective.
+
+    Args:
+      device: the devices.
+      digits: the levels its ranks lie on, innermost first (`xcoll.loads.span_digits`).
+      collective: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all`` or ``permute``.
+      num_bytes: bytes of the operand on each rank.
+    """
+    ranks = math.prod(d.level.size for d in digits)
+    if ranks == 1:
+        return 0
+    if collective == "permute":
+        return (
+            device.step_ps
+            + transfer_ps(num_bytes, device.memory_bytes_per_s)
+            + _wire(digits, Phase(1, 1), num_bytes)
+        )
+    price = {"cpu": _cpu, "gpu": _gpu, "tpu": _tpu}[device.platform]
+    return device.step_ps + price(device, digits, collective, num_bytes, ranks)
+
+
+def _wire(digits: tuple[Digit, ...], phase: Phase, num_bytes: int) -> int:
+    worst = 0
+    for load in loads(digits, phase):
+        level = load.digit.level
+        time = transfer_ps(load.messages * num_bytes, level.bandwidth_bytes_per_s)
+        worst = max(worst, time + load.hops * level.link.latency_ps)
+    return worst
+
+
+def _cpu(
+    device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int, ranks: int
+) -> int:
+    """One process: shared memory. Several: Gloo, whose all-reduce is one flat ring."""
+    whole = num_bytes * ranks if collective == "all_gather" else num_bytes
+    passed = whole if collective == "all_reduce" else whole * (ranks - 1) // ranks
+    work = transfer_ps(passed, device.memory_bytes_per_s)
+    if device.num_hosts == 1:
+        return work
+    steps = (2 if collective == "all_reduce" else 1) * (ranks - 1)
+    share = -(-whole // ranks)
+    duplex = int(figure("cpu", f"duplex_{collective}"))
+    if collective == "all_to_all":
+        # Every rank sends a share to every other; those to other hosts pass the uplink.
+        time = 0
+        for digit in digits:
+            level = digit.level
+            if level.link.network != "memory":
+                crossing = share * ranks * (level.size - 1) // level.size * level.shared_by
+                time = max(time, transfer_ps(crossing, level.bandwidth_bytes_per_s))
+        latency = max((d.level.link.latency_ps for d in digits), default=0)
+        return work + time * duplex // 100 + steps * (device.step_ps + latency)
+    latency = max((x.digit.level.link.latency_ps for x in loads(digits, Phase(1, 1))), default=0)
+    wire = _wire(digits, Phase(1, 1), share) - latency
+    return work + steps * (max(0, wire) * duplex // 100 + device.step_ps + latency)
+
+
+def _tpu(
+    device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int, ranks: int
+) -> int:
+    """Rings over all torus axes at once, both ways; over slices only what is left of the payload."""
+    inner = [d for d in digits if d.level.link.network == "torus" or d.level.link.kind == "core"]
+    outer = [d for d in digits if d not in inner]
+    whole = num_bytes * ranks if collective == "all_gather" else num_bytes
+    inside = math.prod(d.level.size for d in inner)
+    times = []
+    for group, size, payload in ((inner, inside, whole), (outer, ranks // inside, whole // inside)):
+        if size == 1:
+            continue
+        latency = sum(_diameter(d) * d.level.link.latency_ps for d in group)
+        if collective == "all_to_all":
+            times.append(latency + max(_exchange(d, whole) for d in group))
+            continue
+        # A torus axis that is a line moves data one way at a time past its middle.
+        rate = sum(_ring_rate(d) for d in group if d.level.link.kind != "core")
+        rate = rate or min(_ring_rate(d) for d in group)
+        sweep = transfer_ps(payload * (size - 1) // size, rate)
+        if collective == "all_reduce":
+            # Small payloads go to everyone at once: fewer hops, more bytes.
+            at_once = latency + transfer_ps(payload * (size - 1), rate)
+            times.append(min(2 * (latency + sweep), at_once))
+        else:
+            times.append(latency + sweep)
+    return max(times) if collective == "all_to_all" else sum(times)
+
+
+def _diameter(digit: Digit) -> int:
+    level = digit.level
+    if level.link.network != "torus":
+        return 1
+    return (level.size // 2 if level.is_ring else level.size - 1) * level.stride
+
+
+def _ring_rate(digit: Digit) -> int:
+    level = digit.level
+    ways = 2 if level.is_ring else 1
+    stride = level.stride if level.link.network == "torus" else 1
+    return max(1, ways * level.bandwidth_bytes_per_s // (stride * level.shared_by))
+
+
+def _exchange(digit: Digit, num_bytes: int) -> int:
+    """All-to-all along one level: what passes the middle, or the port."""
+    level = digit.level
+    if level.link.network != "torus":
+        crossing = num_bytes * (level.size - 1) // level.size * level.shared_by
+        return transfer_ps(crossing, level.bandwidth_bytes_per_s)
+    eighths = level.size if level.is_ring else 2 * level.size
+    crossing = num_bytes * eighths * level.stride * level.shared_by // 8
+    return transfer_ps(crossing, level.bandwidth_bytes_per_s)
+
+
+def _gpu(
+    device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int, ranks: int
+) -> int:
+    """The cheapest of NCCL's algorithms and protocols by its own tuner."""
+    network = [d for d in digits if d.level.link.kind != "nvlink"]
+    nodes = math.prod(d.level.size for d in network)
+    per_node = ranks // nodes
+    whole = num_bytes * ranks if collective == "all_gather" else num_bytes
+    nvlink = [d.level.bandwidth_bytes_per_s for d in digits if d.level.link.kind == "nvlink"]
+    rates = nvlink + [
+        d.level.bandwidth_bytes_per_s * per_node // d.level.shared_by for d in network
+    ]
+    rate = max(1, min(rates))
+    if collective == "all_to_all":
+        return _nccl_all_to_all(digits, whole, ranks, nodes, per_node)
+    factor = 2 if collective == "all_reduce" else 1
+    steps, between = factor * (ranks - 1), factor * (nodes - 1)
+    sent = factor * whole * (ranks - 1) // ranks
+    times = []
+    for p, percent in enumerate(_nccl("protocol_bandwidth")):
+        hop = _nccl("network_ring")[p]
+        if p == 2 and nodes > 1:
+            hop = hop * _nccl("ring_simple_network_latency") // 100
+        latency = (
+            _nccl("base_ring")[p] + (steps - between) * _nccl("nvlink_ring")[p] + between * hop
+        )
+        times.append(latency * 1000 + transfer_ps(sent * 100, rate * percent))
+        if collective == "all_reduce":
+            depth = (nodes - 1).bit_length()
+            latency = _nccl("base_tree")[p] + 2 * (
+                (per_node - 1) * _nccl("nvlink_tree")[p] + depth * _nccl("network_tree")[p]
+            )
+            slower = rate * percent * _nccl("tree_bandwidth") // 100
+            times.append(latency * 1000 + transfer_ps(2 * whole * 100, slower))
+    if collective == "all_reduce" and nodes == 1 and ranks > 2 and device.kind != "custom":
+        latency = int(_nccl("nvls_latency")) * 1000
+        times.append(latency + transfer_ps(sent, _nvls(device, rate)))
+    return min(times)
+
+
+def _nvls(device: Device, rate: int) -> int:
+    from xcoll.hardware import kinds
+
+    return int(figure(device.kind, "nvls_busbw")) if device.kind in kinds() else rate
+
+
+def _nccl_all_to_all(
+    digits: tuple[Digit, ...], num_bytes: int, ranks: int, nodes: int, per_node: int
+) -> int:
+    time = 0
+    for digit in digits:
+        level = digit.level
+        peers = ranks - per_node if level.link.kind != "nvlink" else per_node - 1
+        crossing = num_bytes * peers // ranks * level.shared_by
+        time = max(time, transfer_ps(crossing, level.bandwidth_bytes_per_s))
+    hops = _nccl("network_ring")[2] if nodes > 1 else _nccl("nvlink_ring")[2]
+    return time + (_nccl("base_ring")[2] + hops) * 1000
+
+
+def _nccl(name: str) -> tuple[int, ...]:
+    value = figure("nccl", name)
+    return value
