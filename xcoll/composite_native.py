@@ -45,17 +45,27 @@ def native_preduce(x: Any, *, axes: Axes, root: int, op: str) -> Any:
 
 def native_pgather(x: Any, *, axes: Axes, root: int) -> Any:
     """Gathers on every rank, and keeps the result of the root."""
-    return on_root(lax.all_gather(x, axes), axes, root)
+    return moved(lambda x: on_root(lax.all_gather(x, axes), axes, root), x)
 
 
 def native_pscatter(x: Any, *, axes: Axes, root: int) -> Any:
     """Exchanges slices among all ranks, and keeps the one that the root sent."""
-    return lax.all_to_all(x, axes, 0, 0)[root]
+    return moved(lambda x: lax.all_to_all(x, axes, 0, 0)[root], x)
 
 
 def native_pbroadcast(x: Any, *, axes: Axes, root: int) -> Any:
     """Sums bit patterns, which are zero on all ranks but the root."""
     return from_bits(lax.psum(on_root(to_bits(x), axes, root), axes), x.dtype)
+
+
+def moved(move: Callable[[Any], Any], x: Any) -> Any:
+    """Applies a movement of data, as bit patterns where the dtype is a narrow float.
+
+    XLA:CPU carries bfloat16 in float32, twice the bytes, and loses the payload of NaN on the way.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or _bit_width(x.dtype) >= 32:
+        return move(x)
+    return from_bits(move(to_bits(x)), x.dtype)
 
 
 def to_bits(x: Any) -> Any:
@@ -89,8 +99,17 @@ def _bit_width(dtype: Any) -> int:
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
-def _gpu_pbroadcast(x: Any, *, axes: Axes, root: int) -> Any:
-    return lax.pbroadcast(x, axes, root)
+def _lower_pbroadcast(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
+    # XLA has a collective broadcast on GPUs alone. A program for several platforms gets the general
+    # form: XLA:CPU refuses the other one even in a branch that it never takes.
+    on_gpu = set(ctx.platforms or ctx.module_context.platforms) <= {"cuda", "rocm"}
+    return (_lower_gpu_pbroadcast if on_gpu else _lower_any_pbroadcast)(ctx, x, **params)
+
+
+_lower_any_pbroadcast = _compat.lower_unchecked(native_pbroadcast)
+_lower_gpu_pbroadcast = _compat.lower_unchecked(
+    lambda x, *, axes, root: lax.pbroadcast(x, axes, root)
+)
 
 
 def _lower_pprod(ctx: mlir.LoweringRuleContext, x: Any, *, axes: Axes) -> Any:
@@ -98,12 +117,10 @@ def _lower_pprod(ctx: mlir.LoweringRuleContext, x: Any, *, axes: Axes) -> Any:
 
 
 mlir.register_lowering(pprod_p, _lower_pprod)
+mlir.register_lowering(pbroadcast_p, _lower_pbroadcast)
 for _p, _meaning in (
     (preduce_p, native_preduce),
     (pgather_p, native_pgather),
     (pscatter_p, native_pscatter),
-    (pbroadcast_p, native_pbroadcast),
 ):
     mlir.register_lowering(_p, _compat.lower_unchecked(_meaning))
-# XLA has a collective broadcast on GPUs alone.
-mlir.register_lowering(pbroadcast_p, _compat.lower_unchecked(_gpu_pbroadcast), platform="gpu")

@@ -127,7 +127,8 @@ def bind_preduce(x: Any, axes: Axes, root: int, op: str = "sum") -> Any:
       op: one of `REDUCE_OPS`.
 
     Returns:
-      On ``root`` the reduction, elsewhere zeros; of the shape and dtype of ``x``.
+      On ``root`` the reduction, elsewhere zeros; of the shape and dtype of ``x``, accumulated in
+      that dtype. Of NaN, max and min make what `jax.lax.pmax` makes of it on the platform.
 
     Raises:
       UnknownAxisError: an axis is not bound.
@@ -148,7 +149,7 @@ def bind_pbroadcast(x: Any, axes: Axes, source: Any) -> Any:
       x: per-shard array.
       axes: axis names, each once.
       source: the rank whose array is sent; or, as in `jax.lax.pbroadcast`, a traced scalar of an
-        integer dtype, which is not checked and costs a whole all-gather.
+        integer dtype: an all-gather and a choice, which does not check the rank.
 
     Returns:
       The array of ``source``, on all ranks.
