@@ -90,7 +90,7 @@ def trip_count(module: Module, caller: str, loop: Instruction) -> int | None:
     if compare.opcode != "compare" or direction not in _REVERSED or None in sides:
         return None
     (left, first), (right, last) = sides  # type: ignore[misc]
-    if left is None:
+    if left is None or _step(module, body.name, left) == 0:  # the side that moves comes first
         left, first, right, last, direction = right, last, left, first, _REVERSED[direction]
     if left is None:
         return None
