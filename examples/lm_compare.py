@@ -212,7 +212,7 @@ def _table(
     predicted: tuple[dict[str, int], dict[str, int]],
     gradient: dict[str, float],
 ) -> Table:
-    table = Table(title="plain against optimised", title_justify="left")
+    table = Table(title="plain against optimised, each step", title_justify="left")
     table.add_column("")
     for run in (plain, optimised):
         table.add_column(run.name, justify="right")
@@ -232,7 +232,7 @@ def _table(
         ):
             a, b = (by_axis.get(axis, 0) for by_axis in runs)
             ratio = f"x {b / a:.3f}" if a else ""
-            table.add_row(f"bytes a step over {axis}, {label}", f"{a:,}", f"{b:,}", ratio)
+            table.add_row(f"bytes over {axis}, {label}", f"{a:,}", f"{b:,}", ratio)
     for kind in sorted({*plain.collectives, *optimised.collectives}):
         a, b = (run.collectives.get(kind, 0) for run in (plain, optimised))
         table.add_row(f"{kind} operations", str(a), str(b))

@@ -66,7 +66,7 @@ class Job:
     @property
     def params(self) -> Tree:
         """Shapes and dtypes of the parameters."""
-        return nnx.state(self.model, nnx.Param)
+        return nnx.as_pure(nnx.state(self.model, nnx.Param))
 
     @property
     def shard_dims(self) -> Tree:
@@ -167,7 +167,7 @@ def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
     """Returns parameters and optimizer state, placed on the mesh; the same for the same seed."""
 
     def init() -> tuple[Tree, Tree]:
-        params = nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param)
+        params = nnx.as_pure(nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param))
         return params, job.optimizer.init(params)
 
     return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))()
@@ -238,7 +238,9 @@ def main(argv: list[str] | None = None) -> int:
     policy = xcoll.Policy(algorithm=args.algorithm)
     optimised = xcoll.optimize(step, policy=policy, topology=args.topology)
 
-    console = Console(quiet=jax.process_index() != 0)
+    # A log has no width of its own; 80 columns would squeeze the table of collectives.
+    width = None if sys.stdout.isatty() else 120
+    console = Console(quiet=jax.process_index() != 0, width=width)
     corpus = lm_data.stdlib_corpus()
     graph = nnx.graphdef(job.model)
     evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))

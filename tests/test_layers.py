@@ -1,6 +1,7 @@
 """The import graph: downwards only, no cycles, private jax in one file, `__init__` re-exports."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ LAYERS = (
     ("policy", "topology", "hardware"),
     ("schedule", "proof", "plan", "ranks"),
     ("algorithms", "loads", "natives", "costmodel", "accounting", "simulate", "aot"),
-    ("planner",),
+    ("candidates", "planner"),
     ("lower", "payload", "stages", "meshes", "agreement"),
-    ("composite_types", "composite_native", "composite_rules", "composites", "barriers")
-    + ("sites", "hints", "rewrite", "primitives", "report"),
+    ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
+    ("sites", "hints", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),
     ("graphs", "transform", "hlo"),
     ("cli", "__init__"),
@@ -25,6 +26,7 @@ LAYERS = (
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Dotted names below xcoll ("algorithms.rings", "algorithms.__init__") and their files."""
     return {
@@ -33,6 +35,7 @@ def modules() -> dict[str, Path]:
     }
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, at its top or inside a function, by dotted name."""
     found = set()

@@ -31,10 +31,15 @@ def tokens() -> np.ndarray:
     return rng.integers(0, 256, (BATCH, CONFIG.seq_len + 1)).astype(np.int32)
 
 
+def split_model():
+    graph, params = nnx.split(Transformer(CONFIG, nnx.Rngs(0)), nnx.Param)
+    return graph, nnx.as_pure(params)
+
+
 @functools.cache
 def whole_batch_gradient():
     """The gradient on one device, without shard_map or a collective."""
-    graph, params = nnx.split(Transformer(CONFIG, nnx.Rngs(0)), nnx.Param)
+    graph, params = split_model()
     return jax.jit(
         jax.grad(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
     )(params, tokens())
@@ -68,7 +73,7 @@ def test_a_step_moves_the_parameters_as_adamw_on_one_device_does(fsdp):
     params, state = train_lm.initial_state(job, seed=0)
     step = jax.jit(train_lm.make_step(job))
     moved, _, loss = step(params, state, lm_data.place(tokens(), job.mesh))
-    _, alone = nnx.split(Transformer(CONFIG, nnx.Rngs(0)), nnx.Param)
+    _, alone = split_model()
     updates, _ = job.optimizer.update(whole_batch_gradient(), job.optimizer.init(alone), alone)
     expected = optax.apply_updates(alone, updates)
     assert 4 < float(loss) < 8  # untrained, about log(256) = 5.5
