@@ -13,17 +13,23 @@ References:
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from xcoll.algorithms import closed_form
+from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.hardware import figure
-from xcoll.loads import loads, span_digits
+from xcoll.loads import Load, loads, span_digits, twin_tree_loads
 from xcoll.natives import native_ps, transfer_ps
 from xcoll.plan import Stage
 from xcoll.policy import Choice
-from xcoll.schedule import ClosedForm, Phase, slot_elements
+from xcoll.schedule import ClosedForm, Phase, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
+
+_PAIRWISE_MAX_RANKS = 256
+"""Up to this many ranks, every turn of a pairwise exchange is priced by itself."""
 
 NATIVE_AS = {
     "broadcast": "all_reduce",
@@ -131,22 +137,19 @@ def stage_ps(topology: Topology, stage: Stage, operand: Operand, itemsize: int) 
         collective = NATIVE_AS.get(stage.collective, stage.collective)
         return native_ps(device, digits, collective, operand.num_elements * itemsize)
     slot_bytes = operand.slot_elements * itemsize
-    return sum(
-        phase_ps(device, digits, phase, slot_bytes)
-        for whole in stage_form(stage).phases
-        for phase in _by_child(whole)
+    local = _shuffles(stage.choice, stage.collective) * stage_form(stage).num_slots * slot_bytes
+    return transfer_ps(local, device.copy_bytes_per_s) + sum(
+        phase_ps(device, digits, stage.choice, phase, slot_bytes)
+        for phase in stage_form(stage).phases
     )
 
 
-def _by_child(phase: Phase) -> Iterator[Phase]:
-    """Writes a level of a k-nomial tree out: its c-th children are c distances away."""
-    children = phase.steps * phase.lanes
-    if phase.pattern != "sparse" or children == 1:
-        yield phase
-        return
-    for child in range(1, children + 1):
-        # Lanes of one step are priced one after another: what the parent sends is not parallel.
-        yield replace(phase, steps=1, lanes=1, distance=child * phase.distance)
+@functools.cache
+def _shuffles(choice: Choice, collective: str) -> int:
+    """Returns how many local passes over the buffer an algorithm makes, for any number of ranks."""
+    if ALGORITHMS[choice.name].needs_dims:
+        return 0
+    return sum(isinstance(step, ShuffleStep) for step in build(choice, collective, 3).steps)
 
 
 def packing_ps(device: Device, num_bytes: int) -> int:
@@ -154,32 +157,87 @@ def packing_ps(device: Device, num_bytes: int) -> int:
     return 2 * transfer_ps(num_bytes, device.copy_bytes_per_s)
 
 
-def phase_ps(device: Device, digits: tuple[Digit, ...], phase: Phase, slot_bytes: int) -> int:
-    """Returns the predicted time of a run of alike steps."""
+def phase_ps(
+    device: Device, digits: tuple[Digit, ...], choice: Choice, phase: Phase, slot_bytes: int
+) -> int:
+    """Returns the predicted time of a run of alike steps of an algorithm."""
     num_bytes = phase.slots * slot_bytes
     if phase.kind == "fold":
         return transfer_ps(num_bytes, device.copy_bytes_per_s)
     if phase.kind != "permute":
         return native_ps(device, digits, phase.kind, num_bytes)
-    wire = latency = 0
-    for load in loads(digits, phase):
-        level = load.digit.level
-        time = transfer_ps(load.messages * num_bytes, level.bandwidth_bytes_per_s)
-        if device.platform == "cpu":
-            time = time * _duplex(load.digit, phase) // 100
-        wire = max(wire, time)
-        latency = max(latency, load.hops * level.link.latency_ps)
     # Hosts copy every message, and start permutes one after another.
     starts, passes = (phase.lanes, 1) if device.platform == "cpu" else (1, 3 if phase.reduce else 2)
     work = transfer_ps(phase.lanes * num_bytes * passes, device.memory_bytes_per_s)
-    return phase.steps * (starts * device.step_ps + latency + wire + work)
+    time = phase.steps * (starts * device.step_ps + work)
+    if choice.name == "double_tree":
+        return time + phase.steps * _links_ps(device, list(twin_tree_loads(digits)), (), num_bytes)
+    ranks = math.prod(digit.level.size for digit in digits)
+    for count, parts in _written_out(choice, phase, ranks):
+        on_links = [load for part in parts for load in loads(digits, part)]
+        time += count * _links_ps(device, on_links, parts, num_bytes)
+    return time
 
 
-def _duplex(digit: Digit, phase: Phase) -> int:
+def _written_out(
+    choice: Choice, phase: Phase, ranks: int
+) -> Iterator[tuple[int, tuple[Phase, ...]]]:
+    """Yields how many steps of a phase have the same traffic, and that traffic, summed.
+
+    The closed forms keep one distance for all children of a k-nomial tree, and for all turns of a
+    pairwise exchange.
+    """
+    if choice.name == "pairwise":
+        # Beyond that, every step is priced like the farthest.
+        every = range(1, ranks) if ranks <= _PAIRWISE_MAX_RANKS else [ranks // 2] * phase.steps
+        for distance, steps in Counter(every).items():
+            yield steps, (replace(phase, distance=distance),)
+    elif choice.name == "tree":
+        block = dict(choice.options).get("radix", 2) * phase.distance
+        children = [
+            replace(phase, lanes=1, distance=child * phase.distance, block=block)
+            for child in range(1, phase.steps * phase.lanes + 1)
+        ]
+        if phase.lanes > 1:
+            yield phase.steps, tuple(children)
+        else:
+            yield from ((1, (child,)) for child in children)
+    elif choice.name == "torus":
+        # Each part is on an axis of its own, so that lanes do not share links.
+        yield phase.steps, (replace(phase, lanes=1),)
+    else:
+        yield phase.steps, (phase,)
+
+
+def _links_ps(
+    device: Device, on_links: Sequence[Load], parts: Sequence[Phase], num_bytes: int
+) -> int:
+    """Returns the time of one step on its busiest level."""
+    wire = latency = 0
+    for level in {load.digit.level.dimension: load.digit.level for load in on_links}.values():
+        mine = [load for load in on_links if load.digit.level.dimension == level.dimension]
+        messages: dict[Digit, int] = {}
+        if len(parts) > 1:
+            for load in mine:
+                messages[load.digit] = messages.get(load.digit, 0) + load.messages
+        else:
+            for load in mine:
+                messages[load.digit] = max(messages.get(load.digit, 0), load.messages)
+        time = transfer_ps(max(messages.values()) * num_bytes, level.bandwidth_bytes_per_s)
+        if device.platform == "cpu":
+            digit = mine[0].digit
+            time = (
+                time * max((_duplex(digit, p) for p in parts), default=_duplex(digit, None)) // 100
+            )
+        wire = max(wire, time)
+        latency = max(latency, *(load.hops * level.link.latency_ps for load in mine))
+    return wire + latency
+
+
+def _duplex(digit: Digit, phase: Phase | None) -> int:
     """Percent of a full-duplex transfer's time that Gloo takes between these hosts."""
-    ranks = digit.stride * digit.level.size
-    block = phase.block or ranks
-    swaps = phase.pattern == "exchange" or (
-        phase.pattern == "shift" and 2 * phase.distance == block and phase.distance >= digit.stride
-    )
+    swaps = phase is not None and phase.pattern == "exchange"
+    if phase is not None and phase.pattern == "shift":
+        block = phase.block or digit.stride * digit.level.size
+        swaps = 2 * phase.distance == block and phase.distance >= digit.stride
     return int(figure("cpu", "duplex_swap" if swaps else "duplex_ring"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[Load]:
     All ranks of the span, and all the other spans of the mesh, do the step at the same time.
     Exact for shifts and exchanges whose distance and block fit the levels; else an upper bound.
     """
+    ranks = math.prod(digit.level.size for digit in digits)
     for digit in digits:
         level = digit.level
         if level.link.network == "memory":
@@ -66,48 +68,77 @@ def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[Load]:
         behind = min(level.shared_by, digit.stride)
         # Devices that share the link but lie in other spans send the same at the same time.
         others = level.shared_by // behind
-        for count, distance in _moves(digit, phase):
-            if count == 0 or distance == 0:
-                continue
-            messages = min(count, behind) * others
+        moves = [(c, d) for c, d in _moves(digit, phase, ranks) if c and d]
+        through = sum(count for count, _ in moves)
+        for count, distance in moves:
+            torus = level.link.network == "torus"
+            messages = min(count if torus else through, behind) * others
             hops = 1
-            if level.link.network == "torus":
-                passing, hops = _along(digit, distance, phase)
+            if torus:
+                passing, hops = _along(digit, distance, phase, ranks)
                 messages *= passing
             if phase.lanes > 1 and not _both_ways(digit, phase):
                 messages *= phase.lanes
             yield Load(digit, messages, hops)
 
 
-def _moves(digit: Digit, phase: Phase) -> tuple[tuple[int, int], ...]:
+def twin_tree_loads(digits: tuple[Digit, ...]) -> Iterator[Load]:
+    """Yields the same for a step of the pipelined double tree, whose closed form has no distances.
+
+    The edges of all depths are in use at the same time. Two of them lead out of a block of ranks; in a
+    line of n, log2(n) / 2 + 1 of them pass a link, rounded down (seen on the schedules of up to 256 ranks).
+    """
+    ranks = math.prod(digit.level.size for digit in digits)
+    for digit in digits:
+        level = digit.level
+        if level.link.network == "memory":
+            continue
+        behind = min(level.shared_by, digit.stride)
+        messages = min(2, behind) * (level.shared_by // behind)
+        hops = 1
+        if level.link.network == "torus":
+            messages *= ((ranks - 1).bit_length() // 2 + 1) * level.stride
+            hops = max(1, level.size // 2 if level.is_ring else level.size - 1) * level.stride
+        yield Load(digit, messages, hops)
+
+
+def _moves(digit: Digit, phase: Phase, ranks: int) -> tuple[tuple[int, int], ...]:
     """Returns pairs: of ``stride`` ranks with equal position, how many move, and how far."""
     stride, size = digit.stride, digit.level.size
+    distance = phase.distance
     if phase.pattern == "shift":
         block = phase.block or stride * size
         if block <= stride:
             return ()
-        whole, rest = divmod(phase.distance % min(block, stride * size), stride)
+        whole, rest = divmod(distance % min(block, stride * size), stride)
         return ((stride - rest, whole % size), (rest, (whole + 1) % size))
-    if stride % (2 * phase.distance) == 0 or phase.distance % (stride * size) == 0:
+    block = phase.block or 2 * distance
+    if stride % block == 0 or distance % (stride * size) == 0:
         return ()
-    positions = max(1, -(-phase.distance // stride))
+    positions = max(1, distance // stride % size)
     if phase.pattern == "exchange":
-        return ((min(phase.distance, stride), positions % size or positions),)
-    # Sparse: senders are two distances apart, so that a port of `stride` ranks sees one of them.
-    return ((1, min(positions, size - 1)),)
+        # The ranks beyond a power of two hand over to partners: only those move.
+        movers = min(distance, ranks - distance)
+        return ((min(movers, stride), positions),)
+    if block % stride == 0 and distance < stride:
+        # Parents stand where a port's ranks begin.
+        return ()
+    # Sparse: senders are a block apart, so that a port of `stride` ranks sees one of them.
+    return ((1, positions),)
 
 
-def _along(digit: Digit, distance: int, phase: Phase) -> tuple[int, int]:
+def _along(digit: Digit, distance: int, phase: Phase, ranks: int) -> tuple[int, int]:
     """Returns messages that share a torus link, and hops, for moves of ``distance`` positions."""
     level = digit.level
     size = level.size
+    if phase.pattern != "shift":
+        hops = min(distance, size - distance) if level.is_ring else distance
+        if phase.pattern == "sparse":
+            return level.stride, hops * level.stride
+        movers = max(1, min(phase.distance, ranks - phase.distance) // digit.stride)
+        return min(distance, movers) * level.stride, hops * level.stride
     block = phase.block // digit.stride if phase.block else size
     positions = min(size, block) if block else size
-    if phase.pattern == "sparse":
-        hops = min(distance, size - distance) if level.is_ring else distance
-        return level.stride, hops * level.stride
-    if phase.pattern == "exchange":
-        return min(distance, size - 1) * level.stride, min(distance, size - 1) * level.stride
     shorter = min(distance, positions - distance)
     closed = level.is_ring and positions == size
     # On a line the ranks at the end send all the way back.
