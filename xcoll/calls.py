@@ -58,8 +58,8 @@ class Call:
             where = f"x{jax.tree_util.keystr(path)}"
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
                 raise TypeError(
-                    f"{self.name}: {where} is a {type(leaf).__name__}, not an array; pass arrays, or"
-                    " leave it out of the pytree"
+                    f"{self.name}: {where} is a {type(leaf).__name__}, not an array; pass arrays,"
+                    " or leave it out of the pytree"
                 )
             dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
             is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)

@@ -5,12 +5,12 @@ differentiated and batched as jax.lax's collective is. Arguments common to all:
 
 * ``x``: a pytree of arrays, per shard. Leaves are carried together where they can be.
 * ``axis_name``: a mesh axis or a tuple of them. Ranks are numbered row-major in that order.
-* ``policy``: what xcoll may do. None leaves it to an `xcoll.optimize` around the call, or else to the
-  default policy. With a policy, what its forced algorithm cannot do is an error.
+* ``policy``: what xcoll may do. None leaves it to an `xcoll.optimize` around the call, or else to
+  the default policy. With a policy, what its forced algorithm cannot do is an error.
 
-All raise `UnknownAxisError` (a `NameError`, as jax's) for an unknown axis or outside `jax.shard_map`,
-`ValueError` for a repeated axis or an algorithm that cannot do the collective, and `TypeError` for
-a leaf that is no array (its path is named) or a policy of another type.
+All raise `UnknownAxisError` (a `NameError`, as jax's) for an unknown axis or outside
+`jax.shard_map`, `ValueError` for a repeated axis or an algorithm that cannot do the collective,
+and `TypeError` for a leaf that is no array (its path is named) or a policy of another type.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def psum(
       policy: what xcoll may do.
 
     Returns:
-      The sums, replicated over the axes; shapes and dtypes of ``x``. Partial sums are rounded in that
-      dtype. A float sum differs from the exact one by at most ``(n - 1) u Σ|x|`` (u: unit
+      The sums, replicated over the axes; shapes and dtypes of ``x``. Partial sums are rounded in
+      that dtype. A float sum differs from the exact one by at most ``(n - 1) u Σ|x|`` (u: unit
       roundoff); integer sums are exact.
 
     Raises:
@@ -289,8 +289,8 @@ def ppermute(
             if not 0 <= rank < call.num_ranks or ranks.count(rank) > 1:
                 rule = "is there twice" if 0 <= rank < call.num_ranks else "is out of range"
                 raise ValueError(
-                    f"ppermute(perm={perm!r}): {what} {rank} {rule}; there are {call.num_ranks} ranks"
-                    f" over {call.axes}, each at most once a {what}"
+                    f"ppermute(perm={perm!r}): {what} {rank} {rule}; there are {call.num_ranks}"
+                    f" ranks over {call.axes}, each at most once a {what}"
                 )
     return call.run(lambda x: lax.ppermute(x, call.axes, pairs), x)
 

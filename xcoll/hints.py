@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend import core
 
 from xcoll import _compat
-from xcoll.sites import read
+from xcoll.sites import operand_type, read
 
-_ELEMENTWISE = frozenset(
-    {"convert_element_type", "div", "mul", "neg", "reshape", "transpose", "copy", "squeeze",
-     "broadcast_in_dim", "integer_pow", "copy_p"}
+_SCALING = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "div",
+        "mul",
+        "neg",
+        "pvary",
+        "reshape",
+        "squeeze",
+        "transpose",
+    }
 )
 """Steps through which a summed value is followed."""
 
@@ -28,36 +39,42 @@ def find_hints(jaxpr: core.Jaxpr) -> Iterator[str]:
     maker: dict[Any, core.JaxprEqn] = {v: e for e in jaxpr.eqns for v in e.outvars}
     for eqn in jaxpr.eqns:
         spec = read(eqn)
-        if spec is not None and spec.op == "sum" and spec.collective == "all_reduce":
-            first = _summed_before(eqn.invars[0], frozenset(spec.axes), maker)
-            if first is not None:
+        if spec is not None and spec.collective == "all_reduce" and spec.op == "sum":
+            first = _sum_behind(eqn.invars[0], maker)
+            before = read(first) if first is not None else None
+            if first is not None and before is not None and set(before.axes) & set(spec.axes):
                 yield (
                     f"{_compat.source_line(eqn)}: {spec.name} over {spec.axes} of a value that"
-                    f" was summed over the same axis before ({_compat.source_line(first)}), so that the"
-                    " result is too large by the number of ranks. Under check_vma=True the gradient"
-                    " of a replicated parameter is summed already: leave this sum out, or"
+                    f" was summed over the same axis before ({_compat.source_line(first)}), so that"
+                    " the result is too large by the number of ranks. Under check_vma=True the"
+                    " gradient of a replicated parameter is summed already: leave this sum out, or"
                     " jax.lax.pcast(params, axes, to='varying') before differentiating."
                 )
-        if eqn.primitive.name == "convert_element_type" and str(eqn.params["new_dtype"]) == "float32":
-            before = maker.get(eqn.invars[0]) if isinstance(eqn.invars[0], core.Var) else None
-            narrow = before and str(before.invars[0].aval.dtype) if before and before.invars else None
-            summed = read(before) if before is not None else None
-            if summed is not None and summed.op == "sum" and narrow in ("bfloat16", "float16"):
+        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == np.float32:
+            first = _sum_behind(eqn.invars[0], maker)
+            before = read(first) if first is not None else None
+            narrow = operand_type(first).dtype if first is not None else np.float32
+            if first is not None and before is not None and narrow in ("bfloat16", "float16"):
                 yield (
-                    f"{_compat.source_line(before)}: {summed.name} over {summed.axes} in {narrow},"
+                    f"{_compat.source_line(first)}: {before.name} over {before.axes} in {narrow},"
                     " cast to float32 afterwards: the sum has already been rounded. Cast before the"
                     " sum to keep its bits."
                 )
 
 
-def _summed_before(value: Any, axes: frozenset[Any], maker: Any) -> core.JaxprEqn | None:
+def _sum_behind(value: Any, maker: Any) -> core.JaxprEqn | None:
+    """Returns the all-reduce that ``value`` is a scaled copy of, if it is one."""
     while isinstance(value, core.Var) and value in maker:
         eqn = maker[value]
         spec = read(eqn)
         if spec is not None:
-            is_sum = spec.op == "sum" and spec.collective == "all_reduce"
-            return eqn if is_sum and axes & frozenset(spec.axes) else None
-        if eqn.primitive.name not in _ELEMENTWISE and eqn.primitive.name != "pvary":
+            return eqn if spec.op == "sum" and spec.collective == "all_reduce" else None
+        if eqn.primitive.name not in _SCALING:
             return None
-        value = eqn.invars[0]
+        # A product with another array is a new value; one with a constant is the old one, scaled.
+        inputs: list[Any] = [v for v in eqn.invars if isinstance(v, core.Var)]
+        arrays = [v for v in inputs if v.aval.shape != ()]
+        if len(arrays) > 1 or (len(eqn.invars) > 1 and not arrays):
+            return None
+        value = arrays[0] if arrays else eqn.invars[0]
     return None

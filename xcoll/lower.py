@@ -7,6 +7,7 @@ varying axes off; `xcoll.primitives` gives the results their types back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -137,9 +138,7 @@ class _Run:
                 return self._fold(self._full(buffer, is_own)), True
             case ShuffleStep(start, sign):
                 buffer = self._full(buffer, is_own)
-                order = [
-                    [(s + sign * i) % len(buffer) for i in range(len(buffer))] for s in start
-                ]
+                order = [[(s + sign * i) % len(buffer) for i in range(len(buffer))] for s in start]
                 return buffer[jnp.asarray(np.array(order, np.int32))[self.rank]], False
         raise AssertionError(step)
 
@@ -156,7 +155,7 @@ class _Run:
     ) -> jax.Array:
         sent = [_take(buffer, lane.send, self._first(lane.send, iteration)) for lane in lanes]
         arrived = [
-            self._wire(lambda x, pairs=lane.pairs: self.ranks.permute(x, pairs), x)
+            self._wire(partial(self.ranks.permute, pairs=lane.pairs), x)
             for lane, x in zip(lanes, sent, strict=True)
         ]
         for lane, new in zip(lanes, arrived, strict=True):

@@ -58,9 +58,8 @@ class Request:
 class Span:
     """The ranks that a stage connects: ranks of ``axes`` that differ in one digit.
 
-    With ``r`` the row-major rank over ``axes``, the digit is ``(r // stride) % num_ranks``. A span of whole
-    mesh axes has the stride of the axes after them; a span inside an axis
-    has another one.
+    With ``r`` the row-major rank over ``axes``, the digit is ``(r // stride) % num_ranks``. A span
+    of whole mesh axes has stride 1; one inside an axis may have another.
     """
 
     axes: tuple[str, ...]
@@ -192,7 +191,8 @@ def _plan(data: dict[str, Any]) -> Plan:
                 Operation(**{**o, "axes": tuple(o["axes"])}) for o in data["operations"]
             ),
             "candidates": tuple(
-                Candidate(**{**c, "wire_bytes": _pairs(c["wire_bytes"])}) for c in data["candidates"]
+                Candidate(**{**c, "wire_bytes": _pairs(c["wire_bytes"])})
+                for c in data["candidates"]
             ),
         }
     )

@@ -169,6 +169,8 @@ def _normalise(algorithm: object) -> Choice | Forced | None:
             raise ValueError(unknown(f"Policy(algorithm={algorithm!r})", "collective", name, valid))
         choice = Choice(value) if isinstance(value, str) else value
         if not isinstance(choice, Choice):
-            raise TypeError(f"Policy(algorithm={{{name!r}: {value!r}}}): must be a name or a choice")
+            raise TypeError(
+                f"Policy(algorithm={{{name!r}: {value!r}}}): must be a name or a choice"
+            )
         pairs.append(("psum" if name == "pmean" else name, choice))
     return tuple(sorted(pairs))

@@ -62,7 +62,7 @@ class Ranks:
         return lax.all_gather(x, self._axes, axis_index_groups=self.groups, tiled=True)
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
-        """Exchanges the leading dimension: share ``s`` of rank ``r`` becomes share ``r`` of ``s``."""
+        """Exchanges the leading dimension: share ``s`` of rank ``r`` goes to rank ``s``."""
         return lax.all_to_all(x, self._axes, 0, 0, axis_index_groups=self.groups, tiled=True)
 
     def reduce_scatter(self, x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from xcoll.plan import Plan
 
@@ -116,7 +116,9 @@ class Report:
                 "wire_bytes": site.wire_bytes,
             }
             sites.append(row)
-        plans = {str(g[0].group): json.loads(g[0].plan.to_json()) for g in self.groups() if g[0].plan}
+        plans = {
+            str(g[0].group): json.loads(g[0].plan.to_json()) for g in self.groups() if g[0].plan
+        }
         return json.dumps(
             {
                 "topology": self.topology,
@@ -128,17 +130,16 @@ class Report:
         )
 
     def __rich__(self) -> Any:
+        from rich import box
         from rich.console import Group
         from rich.table import Table
 
         if not self.sites:
             return _NO_SITES
-        table = Table(title=f"xcoll: {self.summary()}", title_justify="left")
-        right = {"bytes", "runs", "predicted", "native"}
-        for name in ("group", "collective", "axes", "dtype", "bytes", "runs", "plan",
-                     "predicted", "native", "sent per axis", "source"):
-            table.add_column(name, justify="right" if name in right else "left",
-                             overflow="fold" if name in ("plan", "source") else "ellipsis")
+        table = Table(title=f"xcoll: {self.summary()}", title_justify="left", box=box.SIMPLE_HEAD)
+        table.padding = (0, 1)
+        for name, justify, is_whole in _COLUMNS:
+            table.add_column(name, justify=justify, no_wrap=is_whole, overflow="fold")
         for row in self._rows():
             table.add_row(*row)
         notes = [f"kept: {reason}" for reason in dict.fromkeys(s.kept_reason for s in self.kept)]
@@ -152,26 +153,26 @@ class Report:
             rows.setdefault(key, []).append(site)
         for sites in rows.values():
             first = sites[0]
-            lines = sorted({_short(s.source) for s in sites})
+            lines = sorted({os.path.basename(s.source) for s in sites})
             yield (
                 "-" if first.group is None else str(first.group),
                 first.collective + (f" x{len(sites)}" if len(sites) > 1 else ""),
-                ",".join(first.axes),
-                first.dtype,
-                format_bytes(sum(s.num_bytes for s in sites)),
+                f"{first.dtype}\n{format_bytes(sum(s.num_bytes for s in sites))}",
+                "\n".join(_sent(first)),
                 "?" if first.count is None else str(first.count),
-                first.plan.name if first.plan and first.is_rewritten else "kept",
+                first.plan.name.replace("(", "\n(", 1)
+                if first.plan and first.is_rewritten
+                else "kept",
                 format_time(first.predicted_time_s),
                 format_time(first.native_time_s),
-                " ".join(f"{a} {format_bytes(b)}" for a, b in first.wire_bytes.items()) or "-",
-                lines[0] + (f" +{len(lines) - 1}" if len(lines) > 1 else ""),
+                lines[0].replace(":", "\n:")
+                + (f"\n+{len(lines) - 1} lines" if len(lines) > 1 else ""),
             )
 
     def summary(self) -> str:
         """Returns one line: how many sites, how many of them rewritten."""
         return (
-            f"{len(self.sites)} collectives, {len(self.rewritten)} rewritten,"
-            f" {len(self.kept)} kept"
+            f"{len(self.sites)} collectives, {len(self.rewritten)} rewritten, {len(self.kept)} kept"
         )
 
     def __str__(self) -> str:
@@ -183,9 +184,23 @@ class Report:
         return out.getvalue().rstrip()
 
 
+_COLUMNS: tuple[tuple[str, Literal["left", "right"], bool], ...] = (
+    ("group", "right", True),
+    ("collective", "left", True),
+    ("operands", "right", True),
+    ("sent over", "left", True),
+    ("runs", "right", True),
+    ("plan", "left", False),
+    ("predicted", "right", True),
+    ("native", "right", True),
+    ("source", "left", False),
+)
+"""Heading, alignment, and whether a cell stays on one line."""
+
 _NO_SITES = (
     "xcoll: no collective in the traced program. Under jit with shardings the partitioner inserts"
-    " its collectives later, when it compiles; write the step with jax.shard_map to have them planned."
+    " its collectives later, when it compiles; write the step with jax.shard_map to have them"
+    " planned."
 )
 
 
@@ -220,8 +235,13 @@ def _seconds(picoseconds: int | None) -> float | None:
     return None if picoseconds is None else picoseconds * 1e-12
 
 
-def _short(source: str) -> str:
-    return os.path.relpath(source) if source.startswith(os.getcwd() + os.sep) else source
+def _sent(site: Site) -> list[str]:
+    """Returns a line an axis: its name and, where known, what the busiest rank sends over it."""
+    sent = site.wire_bytes
+    return [
+        f"{a} {format_bytes(sent[a])}" if a in sent else a
+        for a in dict.fromkeys((*site.axes, *sent))
+    ]
 
 
 def _terminal_width() -> int:

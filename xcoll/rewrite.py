@@ -23,7 +23,7 @@ from xcoll.plan import Plan, Request
 from xcoll.planner import plan as make_plan
 from xcoll.policy import Policy
 from xcoll.report import Report, Site
-from xcoll.sites import OPAQUE, REGION, Scope, Spec, enter, operand_bytes, read
+from xcoll.sites import OPAQUE, REGION, Scope, Spec, enter, operand_bytes, operand_type, read
 from xcoll.stages import Member, stages_p
 
 INNER_REGION = "an inner policy or optimize has planned it already"
@@ -52,51 +52,38 @@ class Rewriter:
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
-        new_eqns, levels = [], _levels(jaxpr)
-        is_changed = False
+        new_eqns, levels = list(jaxpr.eqns), _levels(jaxpr)
+        found: dict[int, list[Site]] = {}
         groups: dict[tuple[Any, ...], list[tuple[int, Spec]]] = {}
+        packs: list[list[int]] = []
         for index, eqn in enumerate(jaxpr.eqns):
-            new_eqns.append(eqn)
+            spec = read(eqn)
             if eqn.primitive.name in OPAQUE:
                 continue
-            spec = read(eqn)
-            if spec is not None:
-                reason = spec.kept_reason or self._kept_by_policy(eqn, spec, scope)
-                if reason is None:
-                    key = (spec.collective, spec.op, spec.axes, spec.root, spec.name,
-                           eqn.invars[0].aval.dtype, levels[index])
-                    groups.setdefault(key, []).append((index, spec))
-                else:
-                    self._refuse(spec, reason)
-                    self.sites.append(_site(eqn, spec, scope, kept_reason=reason))
+            if spec is None:
+                new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
-            if eqn.primitive.name == REGION:
-                region = eqn.params["region"]
-                if region.policy is not None or region.is_planned:
-                    self._list_inner(eqn, scope)
-                    continue
-                params = self._bodies(eqn, scope) or dict(eqn.params)
-                params["region"] = dataclasses.replace(region, is_planned=True)
-            else:
-                params = self._bodies(eqn, scope)
-            if params is not None:
-                new_eqns[index] = eqn.replace(params=params)
-                is_changed = True
-        packs: list[list[int]] = []
+            reason = spec.kept_reason or self._kept_by_policy(eqn, spec, scope)
+            if reason is not None:
+                self._refuse(spec, reason)
+                found[index] = [_site(eqn, spec, scope, reason)]
+                continue
+            key = (spec, operand_type(eqn).dtype, levels[index])
+            groups.setdefault(key, []).append((index, spec))
         for members in groups.values():
-            plan, number = self._plan([jaxpr.eqns[i] for i, _ in members], members[0][1], scope)
-            for i, spec in members:
+            indices = [i for i, _ in members]
+            eqns, spec = [jaxpr.eqns[i] for i in indices], members[0][1]
+            plan, number = self._plan(eqns, spec, scope)
+            for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
-                self.sites.append(_site(jaxpr.eqns[i], spec, scope, kept, plan, number))
+                found[index] = [_site(eqn, spec, scope, kept, plan, number)]
             if not plan.is_native:
-                indices = [i for i, _ in members]
-                packed = _packed([jaxpr.eqns[i] for i in indices], members[0][1], plan)
-                new_eqns[indices[-1]] = packed
+                new_eqns[indices[-1]] = _packed(eqns, spec, plan)
                 packs.append(indices)
-                is_changed = True
+        self.sites.extend(site for index in sorted(found) for site in found[index])
         for text in find_hints(jaxpr):
             self._warn(text)
-        if not is_changed:
+        if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=_sorted(new_eqns, packs)))
 
@@ -108,19 +95,32 @@ class Rewriter:
             warnings=tuple(dict.fromkeys(self.warnings)),
         )
 
-    def _bodies(self, eqn: core.JaxprEqn, scope: Scope) -> dict[str, Any] | None:
+    def _descend(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[core.JaxprEqn, list[Site]]:
+        """Rewrites the bodies of an equation; returns it with the sites found there."""
+        region = eqn.params["region"] if eqn.primitive.name == REGION else None
+        if region is not None and (region.policy is not None or region.is_planned):
+            return eqn, [
+                _site(inner, spec, at, INNER_REGION)
+                for _, _, body, within in enter(eqn, scope)
+                for inner, spec, at in all_sites(body, within)
+            ]
+        start = len(self.sites)
         params: dict[str, Any] = {}
-        for key, index, body, inner in enter(eqn, scope):
-            new = self.rewrite(body, inner)
-            if new is body:
-                continue
+        for key, index, body, within in enter(eqn, scope):
+            new = self.rewrite(body, within)
             if index is None:
                 params[key] = new
             else:
                 items = list(params.get(key, eqn.params[key]))
                 items[index] = new
                 params[key] = type(eqn.params[key])(items)
-        return {**eqn.params, **params} if params else None
+        found = self.sites[start:]
+        del self.sites[start:]
+        if region is not None:
+            params["region"] = dataclasses.replace(region, is_planned=True)
+        if not _differs(params, eqn.params):
+            return eqn, found
+        return eqn.replace(params={**eqn.params, **params}), found
 
     def _once(self, jaxpr: core.Jaxpr, scope: Scope, make: Any) -> core.Jaxpr:
         # A function called twice is lowered once as long as its jaxpr is one object.
@@ -139,7 +139,7 @@ class Rewriter:
                 f"the partitioner owns mesh axes {', '.join(scope.auto_axes)} here, and cutting the"
                 " operand could make it gather over them"
             )
-        if eqn.invars[0].aval.size == 0:
+        if operand_type(eqn).size == 0:
             return "empty operand"
         if operand_bytes(eqn) < self.policy.min_bytes:
             return f"smaller than the policy's min_bytes={self.policy.min_bytes}"
@@ -149,7 +149,12 @@ class Rewriter:
 
     def _refuse(self, spec: Spec, reason: str) -> None:
         is_sum = spec.op in ("sum", "prod")
-        if self.policy.deterministic and is_sum and "policy" not in reason and "empty" not in reason:
+        if (
+            self.policy.deterministic
+            and is_sum
+            and "policy" not in reason
+            and "empty" not in reason
+        ):
             raise ValueError(
                 f"{spec.name} over {spec.axes}: Policy(deterministic=True) needs an explicit order"
                 f" of summation, and no plan can give one here: {reason}"
@@ -157,7 +162,7 @@ class Rewriter:
 
     def _plan(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> tuple[Plan, int]:
         sizes = scope.sizes()
-        dtype = eqns[0].invars[0].aval.dtype
+        dtype = operand_type(eqns[0]).dtype
         request = Request(
             collective=spec.collective,
             op=spec.op,
@@ -165,18 +170,13 @@ class Rewriter:
             axis_sizes=tuple(sizes[a] for a in spec.axes),
             dtype=str(dtype),
             itemsize=dtype.itemsize,
-            shapes=tuple(tuple(e.invars[0].aval.shape) for e in eqns),
+            shapes=tuple(tuple(operand_type(e).shape) for e in eqns),
             platform=self.hardware.platform,
         )
         self._num_groups += 1
         topology = self.hardware.topology(scope.mesh)
         strict = self.strict or self.policy.by_name
         return make_plan(request, topology, self.policy, strict=strict), self._num_groups - 1
-
-    def _list_inner(self, eqn: core.JaxprEqn, scope: Scope) -> None:
-        for _, _, body, inner in enter(eqn, scope):
-            for found, spec, at in all_sites(body, inner):
-                self.sites.append(_site(found, spec, at, kept_reason=INNER_REGION))
 
     def _warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -206,7 +206,7 @@ def _site(
     return Site(
         collective=spec.name,
         axes=spec.axes,
-        dtype=str(getattr(eqn.invars[0].aval, "dtype", "none")) if eqn.invars else "none",
+        dtype=str(getattr(operand_type(eqn), "dtype", "none")) if eqn.invars else "none",
         num_bytes=operand_bytes(eqn),
         source=_compat.source_line(eqn),
         group=group,
@@ -280,3 +280,12 @@ def _sorted(eqns: list[core.JaxprEqn], packs: list[list[int]]) -> list[core.Jaxp
                 heapq.heappush(ready, user)
     assert len(order) == len(waits), "packing made a cycle"
     return order
+
+
+def _differs(new: dict[str, Any], old: dict[str, Any]) -> bool:
+    def parts(value: Any) -> Any:
+        return value if isinstance(value, tuple | list) else (value,)
+
+    return any(
+        a is not b for k, v in new.items() for a, b in zip(parts(v), parts(old[k]), strict=True)
+    )

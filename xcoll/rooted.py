@@ -36,7 +36,9 @@ def pprod(x: Any, axis_name: Axes, *, policy: Policy | None = None) -> Any:
 
     Example:
       >>> mesh = jax.sharding.Mesh(jax.devices()[:4], ("x",))
-      >>> f = jax.shard_map(lambda x: pprod(x, "x"), mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P())
+      >>> f = jax.shard_map(
+      ...     lambda x: pprod(x, "x"), mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P()
+      ... )
       >>> print(f(jnp.array([1, 2, 3, 4])))
       [24]
     """
@@ -101,7 +103,9 @@ def preduce(
     def reduce(v: Any) -> Any:
         if op in ("any", "all"):
             flags = (jnp.asarray(v) != 0).astype(jnp.uint8)
-            return bind_preduce(flags, call.axes, root, "max" if op == "any" else "min").astype(bool)
+            return bind_preduce(flags, call.axes, root, "max" if op == "any" else "min").astype(
+                bool
+            )
         if op == "mean":
             v = _number(v)
             narrow = jnp.issubdtype(v.dtype, jnp.floating) and jnp.finfo(v.dtype).max < 1e30

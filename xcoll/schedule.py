@@ -209,9 +209,10 @@ class Phase:
       slots: slots that the busiest rank sends in each step, on each lane.
       kind: ``"permute"``, or the name of the XLA collective of a `NativeStep` (then ``steps``
         is 1 and ``slots`` the slots of its operand), or ``"fold"`` for a `FoldStep`.
-      pattern: ``"shift"``: every rank sends to the rank ``distance`` further in its block of ``block``
-        consecutive ranks, cyclically. ``"exchange"``: partners swap inside blocks of ``2 * distance``.
-        ``"sparse"``: about one rank in ``2 * distance`` sends, over ``distance`` (trees).
+      pattern: ``"shift"``: every rank sends to the rank ``distance`` further in its block of
+        ``block`` consecutive ranks, cyclically. ``"exchange"``: partners swap inside blocks of
+        ``2 * distance``. ``"sparse"``: about one rank in ``2 * distance`` sends, over ``distance``
+        (trees).
       distance: difference of rank numbers between partners.
       block: consecutive ranks that a shift stays within; 0 for all ranks of the schedule.
       lanes: directions in use at the same time (2: both directions of a ring).

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax.extend import core
+from jax.sharding import Mesh
 
 from xcoll import _compat
 from xcoll.composites import COMPOSITES
 
-OPAQUE = frozenset(
-    {"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"}
-)
+OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
 """Primitives whose bodies are somebody else's: nothing inside is looked at."""
 
 REGION = "xcoll_region"
@@ -95,7 +94,8 @@ def read(eqn: core.JaxprEqn) -> Spec | None:
         return Spec(name.removesuffix("_invariant"), "all_reduce", _SUMS[name], axes, 0, kept)
     if name in _UNPLANNED:
         reason = (
-            "a permutation is already the smallest step" if name == "ppermute_start"
+            "a permutation is already the smallest step"
+            if name == "ppermute_start"
             else "its asynchronous start and done are the user's own"
             if name.endswith("_start")
             else f"{name} has no decomposition"
@@ -168,13 +168,15 @@ def _manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _is_concrete(mesh: Any) -> bool:
-    return getattr(mesh, "devices", None) is not None
+    return isinstance(mesh, Mesh)
+
+
+def operand_type(eqn: core.JaxprEqn) -> Any:
+    """Returns the type of an equation's first operand, with shape and dtype."""
+    return eqn.invars[0].aval
 
 
 def operand_bytes(eqn: core.JaxprEqn) -> int:
     """Returns the bytes per rank of an equation's operands."""
-    return sum(
-        math.prod(v.aval.shape) * v.aval.dtype.itemsize
-        for v in eqn.invars
-        if hasattr(v.aval, "shape")
-    )
+    types: list[Any] = [v.aval for v in eqn.invars]
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in types if hasattr(t, "shape"))

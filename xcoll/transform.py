@@ -34,8 +34,8 @@ def optimize(
     """Returns ``fn`` with every collective planned, and rewritten where that helps.
 
     The collectives of ``fn``, of the functions it calls and of its derivatives (taken inside
-    or outside) are found when the program is lowered, grouped, and planned for the mesh at hand. What
-    the program means does not change: exact data movement and integer sums, float sums within
+    or outside) are found when the program is lowered, grouped, and planned for the mesh at hand.
+    What the program means does not change: exact data movement and integer sums, float sums within
     ``(n - 1) u Σ|x|``, the same types. Where XLA's own collective is predicted best, the program is
     unchanged.
 
@@ -106,7 +106,10 @@ def explain(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
-      >>> f = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P())
+      >>> f = jax.shard_map(
+      ...     lambda x: jax.lax.psum(x, "data"),
+      ...     mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(),
+      ... )
       >>> explain(f, jnp.arange(4.0)).summary()
       '1 collectives, 0 rewritten, 1 kept'
     """
@@ -204,7 +207,7 @@ def _partition(tree: Any) -> tuple[list[Any], _Rebuild]:
 
 def _optimize_jitted(fn: Any, policy: Policy, topology: Topology | str | None) -> Any:
     inner = Optimized(fn.__wrapped__, policy, topology)
-    jitted = jax.jit(inner, **_compat.jit_options(fn))
+    jitted: Any = jax.jit(inner, **_compat.jit_options(fn))
     jitted.reports = inner.reports
     return jitted
 
