@@ -51,17 +51,19 @@ def bind_barrier(x: Any, axes: Axes) -> Any:
 
 
 def _native(*arrays: Any, axes: Axes) -> list[Any]:
-    num_ranks = lax.axis_size(axes)
-    if num_ranks == 1:
-        return list(arrays)
-    first = lax.axis_index(axes) == 0
-    *arrays_in, first = lax.optimization_barrier((*arrays, first))
+    full = [a for a in arrays if a.size]  # an empty array has nothing to wait with
+    waited = iter(_wait(full, axes) if full and lax.axis_size(axes) > 1 else full)
+    return [next(waited) if a.size else a for a in arrays]
+
+
+def _wait(arrays: list[Any], axes: Axes) -> list[Any]:
+    *arrays, first = lax.optimization_barrier((*arrays, lax.axis_index(axes) == 0))
     # On each rank at most one for each array, and one on the first rank: never a constant.
-    flags = [jnp.any(a != jnp.zeros((), a.dtype)).astype(jnp.int32) for a in arrays_in]
+    flags = [jnp.any(a != jnp.zeros((), a.dtype)).astype(jnp.int32) for a in arrays]
     count = lax.psum(sum(flags, first.astype(jnp.int32)), axes)
-    reached = count <= num_ranks * len(arrays) + 1
+    reached = count <= lax.axis_size(axes) * len(arrays) + 1
     out = []
-    for a in arrays_in:
+    for a in arrays:
         # Of bit patterns, since some backends compute with narrow floats in wider ones.
         bits = to_bits(a)
         out.append(from_bits(jnp.where(reached, bits, jnp.zeros_like(bits)), a.dtype))

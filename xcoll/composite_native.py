@@ -99,6 +99,10 @@ def _bit_width(dtype: Any) -> int:
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
 
 
+def _lower_pprod(ctx: mlir.LoweringRuleContext, x: Any, *, axes: Axes) -> Any:
+    return _compat.lower_all_reduce(ctx, x, lax.mul_p, axes=axes)
+
+
 def _lower_pbroadcast(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
     # XLA has a collective broadcast on GPUs alone. A program for several platforms gets the general
     # form: XLA:CPU refuses the other one even in a branch that it never takes.
@@ -112,15 +116,23 @@ _lower_gpu_pbroadcast = _compat.lower_unchecked(
 )
 
 
-def _lower_pprod(ctx: mlir.LoweringRuleContext, x: Any, *, axes: Axes) -> Any:
-    return _compat.lower_all_reduce(ctx, x, lax.mul_p, axes=axes)
+def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Moves nothing for an empty result: XLA:CPU of jax 0.11 crashes on an empty all-reduce."""
+
+    def lower(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
+        (out,) = ctx.avals_out
+        if out.size:
+            return rule(ctx, x, **params)
+        return _compat.lower_unchecked(lambda x: jnp.zeros(out.shape, out.dtype))(ctx, x)
+
+    return lower
 
 
-mlir.register_lowering(pprod_p, _lower_pprod)
-mlir.register_lowering(pbroadcast_p, _lower_pbroadcast)
-for _p, _meaning in (
-    (preduce_p, native_preduce),
-    (pgather_p, native_pgather),
-    (pscatter_p, native_pscatter),
+for _p, _lowering in (
+    (pprod_p, _lower_pprod),
+    (pbroadcast_p, _lower_pbroadcast),
+    (preduce_p, _compat.lower_unchecked(native_preduce)),
+    (pgather_p, _compat.lower_unchecked(native_pgather)),
+    (pscatter_p, _compat.lower_unchecked(native_pscatter)),
 ):
-    mlir.register_lowering(_p, _compat.lower_unchecked(_meaning))
+    mlir.register_lowering(_p, _unless_empty(_lowering))
