@@ -70,10 +70,19 @@ class Case:
         return f"{self.choice} {self.collective}".replace(" ", "-")
 
     def dims(self, num_ranks: int) -> list[tuple[int, ...]]:
-        """Returns all sizes of levels to test for a number of ranks; ``[()]`` if it takes none."""
+        """Returns sizes of levels to test for a number of ranks; ``[()]`` if it takes none.
+
+        All that there are up to 16 ranks, then for each number of levels the first, the middle
+        and the last, and above 32 ranks the middle only.
+        """
         if not self.levels:
             return [()]
-        return [dims for levels in self.levels for dims in factors(num_ranks, levels)]
+        every = [factors(num_ranks, levels) for levels in self.levels]
+        if num_ranks > 32:
+            every = [f[len(f) // 2 :][:1] for f in every]
+        elif num_ranks > 16:
+            every = [[f[i] for i in sorted({0, len(f) // 2, len(f) - 1})] for f in every if f]
+        return [dims for some in every for dims in some]
 
     def schedules(self, num_ranks: int, roots: str = "some") -> list[Schedule]:
         """Returns its schedules for a number of ranks, over all `dims` and over roots.

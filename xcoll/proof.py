@@ -12,6 +12,7 @@ References:
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NoReturn
 
 from xcoll.errors import ScheduleError
@@ -110,6 +111,7 @@ class _State:
         self.schedule = schedule
         self.where = "start"
         self.layout: Layout = schedule.enter
+        self.checked: set[int] = set()
         self.held: list[list[Held]] = [[None] * slots for _ in range(n)]
         for rank, row in enumerate(self.held):
             if schedule.enter == "own":
@@ -150,25 +152,42 @@ class _State:
     def permute(self, step: PermuteStep, iteration: int) -> None:
         if not step.lanes or not all(lane.pairs for lane in step.lanes):
             self.fail(None, None, "a step, and each of its lanes, must send something")
-        incoming: dict[tuple[int, int], tuple[tuple[int, int], bool]] = {}
+        # All reads come before the first write: a step sends what was there before it.
+        writes: list[tuple[int, int, tuple[int, int], bool]] = []
         for number, lane in enumerate(step.lanes):
-            self.check_lane(number, lane)
+            if id(lane) not in self.checked:  # the body of a repeat is checked once
+                self.check_lane(number, lane)
+                self.checked.add(id(lane))
+            sends, recvs = self.firsts(lane.send, iteration), self.firsts(lane.recv, iteration)
+            moved = list(zip(lane.send.pattern, lane.recv.pattern, strict=True))
+            self.check_range([source for source, _ in lane.pairs], sends, lane.send)
+            self.check_range([destination for _, destination in lane.pairs], recvs, lane.recv)
             for source, destination in lane.pairs:
-                sent = self.slots(lane.send, source, iteration)
-                received = self.slots(lane.recv, destination, iteration)
-                for out, into in zip(sent, received, strict=True):
-                    value = self.held[source][out]
+                row, out, into = self.held[source], sends[source], recvs[destination]
+                for p, q in moved:
+                    value = row[out + p]
                     if value is None:
-                        self.fail(source, out, f"sends an empty slot to rank {destination}")
-                    if (destination, into) in incoming:
-                        self.fail(destination, into, "written twice in one step")
-                    incoming[destination, into] = (value, lane.reduce)
-        joined = [
-            (rank, slot, self.join(rank, slot, self.held[rank][slot], value) if reduce else value)
-            for (rank, slot), (value, reduce) in incoming.items()
-        ]
-        for rank, slot, value in joined:
-            self.held[rank][slot] = value
+                        self.fail(source, out + p, f"sends an empty slot to rank {destination}")
+                    writes.append((destination, into + q, value, lane.reduce))
+        # Within a lane destinations, and slots of a pattern, are different already.
+        if len(step.lanes) > 1 and len({write[:2] for write in writes}) < len(writes):
+            (rank, slot), _ = Counter(write[:2] for write in writes).most_common(1)[0]
+            self.fail(rank, slot, "written twice in one step")
+        for rank, slot, value, reduce in writes:
+            row = self.held[rank]
+            row[slot] = self.join(rank, slot, row[slot], value) if reduce else value
+
+    def firsts(self, slots: Slots, iteration: int) -> list[int]:
+        moved = slots.advance * iteration
+        return [slots.scale * ((start + moved) % slots.modulus) for start in slots.start]
+
+    def check_range(self, ranks: list[int], firsts: list[int], slots: Slots) -> None:
+        low, high, last = min(slots.pattern), max(slots.pattern), self.schedule.num_slots - 1
+        if min(firsts) + low < 0 or max(firsts) + high > last:
+            for rank in ranks:  # ranks that are not in the lane may start anywhere
+                for slot in (firsts[rank] + low, firsts[rank] + high):
+                    if not 0 <= slot <= last:
+                        self.fail(rank, slot, f"out of range, there are {last + 1} slots")
 
     def check_lane(self, number: int, lane: Lane) -> None:
         n = self.schedule.num_ranks
@@ -196,13 +215,6 @@ class _State:
                 None,
                 f"lane {number}: sends {lane.send.count} slots, receives {lane.recv.count}",
             )
-
-    def slots(self, slots: Slots, rank: int, iteration: int) -> tuple[int, ...]:
-        numbers = slots.at(rank, iteration)
-        if min(numbers) < 0 or max(numbers) >= self.schedule.num_slots:
-            bad = next(s for s in numbers if not 0 <= s < self.schedule.num_slots)
-            self.fail(rank, bad, f"out of range, there are {self.schedule.num_slots} slots")
-        return numbers
 
     def join(self, rank: int, slot: int, mine: Held, other: Held) -> tuple[int, int]:
         if mine is None or other is None:
