@@ -97,16 +97,18 @@ def equal(got, x, name, *, want):
 def test_values(num_ranks, check_vma):
     with jax.enable_x64(True):
         table = list(cases(num_ranks, np.random.default_rng(num_ranks)))
-        functions = [fn for _, fn, _, _ in table]
+        # Empty arrays apart: XLA:CPU of jax 0.11 crashes on programs that have them among others.
+        for part in ([c for c in table if c[2].size], [c for c in table if not c[2].size]):
+            calls = [call for _, call, _, _ in part]
 
-        def all_of_them(xs):
-            return [fn(x, ("i",)) for fn, x in zip(functions, xs, strict=True)]
+            def all_of_them(xs, calls=calls):
+                return [call(x, ("i",)) for call, x in zip(calls, xs, strict=True)]
 
-        out = on_ranks(
-            all_of_them, mesh_of(num_ranks), [x for *_, x, _ in table], check_vma=check_vma
-        )
-    for (name, _, x, check), got in zip(table, out, strict=True):
-        check(got, x, name)
+            out = on_ranks(
+                all_of_them, mesh_of(num_ranks), [x for _, _, x, _ in part], check_vma=check_vma
+            )
+            for (name, _, x, check), got in zip(part, out, strict=True):
+                check(got, x, name)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
@@ -647,9 +649,10 @@ def test_export_for_every_platform():
 
 def test_barrier_returns_its_pytree():
     rng = np.random.default_rng(6)
-    tree = {dtype: [values(rng, dtype, (3, *s)) for s in SHAPES] for dtype in (*INTEGERS, "bool")}
-    got = on_ranks(lambda x: bind_barrier(x, ("i",)), mesh_of(3), tree)
-    assert_same_bits(got, tree)
+    for shapes in (SHAPES[:2], SHAPES[2:]):
+        tree = {d: [values(rng, d, (3, *s)) for s in shapes] for d in (*INTEGERS, "bool")}
+        got = on_ranks(lambda x: bind_barrier(x, ("i",)), mesh_of(3), tree)
+        assert_same_bits(got, tree)
     assert on_ranks(lambda x: bind_barrier((), ("i",)), mesh_of(3), np.zeros(3)) == ()
 
 

@@ -117,7 +117,7 @@ _lower_gpu_pbroadcast = _compat.lower_unchecked(
 
 
 def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Moves nothing for an empty result: XLA:CPU of jax 0.11 crashes on an empty all-reduce."""
+    """Moves nothing for an empty result: it has no values that could depend on other ranks."""
 
     def lower(ctx: mlir.LoweringRuleContext, x: Any, **params: Any) -> Any:
         (out,) = ctx.avals_out
