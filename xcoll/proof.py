@@ -121,22 +121,16 @@ class _State:
                 row[:] = [(s, 1 << rank) for s in range(slots)]
 
     def fail(self, rank: int | None, slot: int | None, rule: str) -> NoReturn:
-        at = "".join(
-            f", {what} {value}"
-            for what, value in (("rank", rank), ("slot", slot))
-            if value is not None
-        )
+        at = "" if rank is None else f", rank {rank}"
+        at += "" if slot is None else f", slot {slot}"
         raise ScheduleError(f"{_name(self.schedule)}: {self.where}{at}: {rule}")
 
     def apply(self, step: LocalOrWire, iteration: int) -> None:
         if isinstance(step, PermuteStep):
-            self.layout = "full"  # an own share sits at its place in the full buffer
             self.permute(step, iteration)
         elif isinstance(step, ShuffleStep):
-            self.layout = "full"
             self.shuffle(step)
         elif isinstance(step, FoldStep):
-            self.need("full", "FoldStep")
             self.fold()
         elif isinstance(step, NativeStep):
             self.native(step)
@@ -152,6 +146,7 @@ class _State:
     def permute(self, step: PermuteStep, iteration: int) -> None:
         if not step.lanes or not all(lane.pairs for lane in step.lanes):
             self.fail(None, None, "a step, and each of its lanes, must send something")
+        self.layout = "full"  # an own share sits at its place in the full buffer
         # All reads come before the first write: a step sends what was there before it.
         writes: list[tuple[int, int, tuple[int, int], bool]] = []
         for number, lane in enumerate(step.lanes):
@@ -193,9 +188,10 @@ class _State:
         n = self.schedule.num_ranks
         sources: set[int] = set()
         destinations: set[int] = set()
-        for source, destination in lane.pairs:
+        for pair in lane.pairs:
+            source, destination = pair
             if not (0 <= source < n and 0 <= destination < n):
-                self.fail(None, None, f"lane {number}: pair {(source, destination)} out of range")
+                self.fail(None, None, f"lane {number}: pair {pair} out of range")
             if source == destination:
                 self.fail(source, None, f"lane {number}: sends to itself")
             if source in sources:
@@ -210,11 +206,8 @@ class _State:
             if not slots.pattern or len(set(slots.pattern)) != len(slots.pattern):
                 self.fail(None, None, f"lane {number}: {what} needs different slots in its pattern")
         if lane.send.count != lane.recv.count:
-            self.fail(
-                None,
-                None,
-                f"lane {number}: sends {lane.send.count} slots, receives {lane.recv.count}",
-            )
+            counts = f"sends {lane.send.count} slots, receives {lane.recv.count}"
+            self.fail(None, None, f"lane {number}: {counts}")
 
     def join(self, rank: int, slot: int, mine: Held, other: Held) -> tuple[int, int]:
         if mine is None or other is None:
@@ -230,12 +223,14 @@ class _State:
         slots = self.schedule.num_slots
         if len(step.start) != self.schedule.num_ranks or step.sign not in (1, -1):
             self.fail(None, None, "a shuffle needs a start for each rank and a sign of 1 or -1")
+        self.layout = "full"
         self.held = [
             [row[(step.start[rank] + step.sign * i) % slots] for i in range(slots)]
             for rank, row in enumerate(self.held)
         ]
 
     def fold(self) -> None:
+        self.need("full", "FoldStep")
         n, share = self.schedule.num_ranks, self.schedule.share
         folded: list[list[Held]] = []
         for rank, row in enumerate(self.held):
