@@ -6,7 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from xcoll.accounting import MAX_PERMUTES, permutes_in_program
 from xcoll.algorithms import ALGORITHMS
+from xcoll.costmodel import operands
 from xcoll.plan import Request, Span, Stage
 from xcoll.policy import Choice
 from xcoll.topology import Digit, Topology
@@ -26,6 +28,7 @@ _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
     "direct": (("shots", 1), ("shots", 2)),
 }
 _SEGMENTS = (2, 4, 8)
+_TWO_TILES = 2048
 
 
 def whole_span(request: Request) -> Span:
@@ -69,18 +72,34 @@ def choices(collective: str, op: str) -> list[Choice]:
     return found
 
 
-def splits(digits: Sequence[Digit]) -> Iterator[tuple[tuple[Digit, ...], ...]]:
+Run = tuple[Digit, ...]
+"""Neighbouring levels that are planned as one."""
+
+
+def levels_of(request: Request, topology: Topology) -> list[Run]:
+    """Returns the levels of a request, innermost first: the torus axes of a mesh axis are one."""
+    levels: list[Run] = []
+    for digit in topology.digits(request.axes):
+        last = levels[-1][-1] if levels else None
+        if last is not None and (last.axis, last.level.link) == (digit.axis, digit.level.link):
+            levels[-1] = (*levels[-1], digit)
+        else:
+            levels.append((digit,))
+    return levels
+
+
+def splits(levels: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
     """Yields every way to cut the levels into two or more runs, innermost first."""
-    for cuts in itertools.product((False, True), repeat=max(0, len(digits) - 1)):
+    for cuts in itertools.product((False, True), repeat=max(0, len(levels) - 1)):
         if not any(cuts):
             continue
-        runs: list[list[Digit]] = [[digits[0]]]
-        for is_cut, digit in zip(cuts, digits[1:], strict=True):
+        runs: list[Run] = [levels[0]]
+        for is_cut, level in zip(cuts, levels[1:], strict=True):
             if is_cut:
-                runs.append([digit])
+                runs.append(level)
             else:
-                runs[-1].append(digit)
-        yield tuple(map(tuple, runs))
+                runs[-1] = (*runs[-1], *level)
+        yield tuple(runs)
 
 
 def span_of(request: Request, run: Sequence[Digit]) -> Span:
@@ -128,10 +147,11 @@ def hierarchies(
 ) -> Iterator[tuple[str, tuple[Stage, ...]]]:
     """Yields names and stages of hierarchies at every split of the levels.
 
-    Stages do not overlap, so that the best algorithm of each level makes the best hierarchy. Yielded
-    are that one, all-native, and those that differ from the best in one level.
+    Stages do not overlap, so that the best algorithm of each level makes the best hierarchy. Of two
+    levels, all that were tried on the way to it are yielded; of more, the first (native where
+    that can be) and the best.
     """
-    cut = list(splits(topology.digits(request.axes)))
+    cut = list(splits(levels_of(request, topology)))
     for runs in cut:
         spans = [span_of(request, run) for run in runs]
         where = " over " + ", ".join(str(s.num_ranks) for s in spans) if len(cut) > 1 else ""
@@ -141,20 +161,21 @@ def hierarchies(
         if compose(request.collective, spans, [NATIVE] * len(spans)) is None or not all(options):
             continue
         levels = [tried[0] for tried in options]
-        seen: set[tuple[Choice, ...]] = set()
+        tried_out: dict[tuple[Choice, ...], tuple[Stage, ...]] = {}
         # One round finds the best: a level's cost does not depend on the others' algorithms but
         # for padding.
-        for position, tried in enumerate(options):
-            ranked = []
-            for choice in tried:
-                trial = [*levels[:position], choice, *levels[position + 1 :]]
+        for position, choices_here in enumerate(options):
+            ranked: list[tuple[int, int, Choice]] = []
+            for choice in choices_here:
+                trial = (*levels[:position], choice, *levels[position + 1 :])
                 stages = compose(request.collective, spans, trial)
                 assert stages is not None
                 ranked.append((price(stages), len(ranked), choice))
-                if tuple(trial) not in seen:
-                    seen.add(tuple(trial))
-                    yield f"hierarchical({', '.join(map(str, trial))}){where}", stages
+                tried_out[trial] = stages
             levels[position] = min(ranked)[2]
+        keep = tried_out if len(runs) == 2 else (next(iter(tried_out)), tuple(levels))
+        for trial in dict.fromkeys(keep):
+            yield f"hierarchical({', '.join(map(str, trial))}){where}", tried_out[trial]
 
 
 def level_choices(request: Request, is_outermost: bool) -> list[Choice]:
@@ -184,10 +205,35 @@ def whole(request: Request, topology: Topology) -> Iterator[tuple[str, tuple[Sta
     pipelined = ALGORITHMS.get("hierarchical")
     if pipelined is None or request.collective not in pipelined.collectives:
         return
-    for runs in splits(digits):
+    for runs in splits(levels_of(request, topology)):
         if len(runs) == 2:
             inner, outer = (math.prod(d.level.size for d in run) for run in runs)
             for segments in _SEGMENTS:
                 choice = Choice("hierarchical", (("num_segments", segments),))
-                name = f"{choice} over {inner}, {outer}" if len(digits) > 2 else str(choice)
+                name = (
+                    f"{choice} over {inner}, {outer}"
+                    if len(levels_of(request, topology)) > 2
+                    else str(choice)
+                )
                 yield name, (Stage(request.collective, span, choice, (outer, inner)),)
+
+
+def barred(request: Request, topology: Topology, stages: Sequence[Stage]) -> str | None:
+    """Returns why a plan is not to be chosen freely, whatever it is predicted to take, or None."""
+    permutes = permutes_in_program(stages)
+    if permutes > MAX_PERMUTES:
+        return f"its {permutes} permutes would take too long to compile (at most {MAX_PERMUTES})"
+    if topology.platform != "tpu":
+        return None
+    for stage, operand in zip(
+        stages, operands(request.collective, stages, request.num_elements), strict=True
+    ):
+        if stage.collective == "reduce_scatter" and stage.choice == NATIVE:
+            if request.itemsize == 1:
+                return "XLA:TPU turns a reduce-scatter of 8-bit values into an all-reduce"
+            if operand.slot_elements < _TWO_TILES or operand.slot_elements % 1024:
+                return (
+                    f"XLA:TPU turns a reduce-scatter to {operand.slot_elements} elements, no whole"
+                    " (8, 128) tiles or under two, into an all-reduce"
+                )
+    return None

@@ -23,7 +23,7 @@ from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.hardware import figure
 from xcoll.loads import Load, loads, span_digits, twin_tree_loads
 from xcoll.natives import native_ps, transfer_ps
-from xcoll.plan import Stage
+from xcoll.plan import Span, Stage
 from xcoll.policy import Choice
 from xcoll.schedule import ClosedForm, Phase, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
@@ -37,7 +37,15 @@ NATIVE_AS = {
     "gather": "all_gather",
     "scatter": "all_to_all",
 }
-"""What XLA runs for the collectives that jax.lax lacks (`xcoll.composites`)."""
+"""What stands for the collectives that jax.lax lacks (`xcoll.composites`); on a GPU, XLA has a
+broadcast."""
+
+
+def native_as(collective: str, platform: str) -> str:
+    """Returns what XLA runs for a collective: itself, or what stands for it."""
+    if collective == "broadcast" and platform == "gpu":
+        return collective
+    return NATIVE_AS.get(collective, collective)
 
 
 @dataclass(frozen=True)
@@ -103,45 +111,54 @@ def enters_own(choice: Choice, collective: str) -> bool:
     return collective == "all_reduce" and choice.name == "direct" and shots == 1
 
 
-def plan_ps(
-    topology: Topology, collective: str, stages: Sequence[Stage], num_elements: int, itemsize: int
-) -> int:
-    """Returns the predicted time of a plan.
+class Pricer:
+    """Prices plans on a topology, each stage once.
 
     Args:
       topology: a known topology.
-      collective: what the plan as a whole does.
-      stages: the plan's stages.
-      num_elements: elements of the operand on each rank.
       itemsize: bytes of an element.
     """
-    return sum(
-        stage_ps(topology, stage, operand, itemsize)
-        for stage, operand in zip(stages, operands(collective, stages, num_elements), strict=True)
-    )
 
+    def __init__(self, topology: Topology, itemsize: int):
+        assert topology.device is not None
+        self.topology = topology
+        self.device = topology.device
+        self.itemsize = itemsize
+        self._digits: dict[Span, tuple[Digit, ...]] = {}
+        self._stages: dict[tuple[Stage, Operand], int] = {}
 
-def stage_ps(topology: Topology, stage: Stage, operand: Operand, itemsize: int) -> int:
-    """Returns the predicted time of one stage.
+    def plan_ps(self, collective: str, stages: Sequence[Stage], num_elements: int) -> int:
+        """Returns the predicted time of a plan.
 
-    Args:
-      topology: a known topology.
-      stage: the stage.
-      operand: its operand on each rank.
-      itemsize: bytes of an element.
-    """
-    device = topology.device
-    assert device is not None
-    digits = span_digits(topology, stage.span)
-    if stage.choice.name == "native":
-        collective = NATIVE_AS.get(stage.collective, stage.collective)
-        return native_ps(device, digits, collective, operand.num_elements * itemsize)
-    slot_bytes = operand.slot_elements * itemsize
-    local = _shuffles(stage.choice, stage.collective) * stage_form(stage).num_slots * slot_bytes
-    return transfer_ps(local, device.copy_bytes_per_s) + sum(
-        phase_ps(device, digits, stage.choice, phase, slot_bytes)
-        for phase in stage_form(stage).phases
-    )
+        Args:
+          collective: what the plan as a whole does.
+          stages: the plan's stages.
+          num_elements: elements of the operand on each rank.
+        """
+        cut = operands(collective, stages, num_elements)
+        return sum(self.stage_ps(stage, o) for stage, o in zip(stages, cut, strict=True))
+
+    def stage_ps(self, stage: Stage, operand: Operand) -> int:
+        """Returns the predicted time of one stage on its operand."""
+        key = (stage, operand)
+        if key not in self._stages:
+            self._stages[key] = self._stage_ps(stage, operand)
+        return self._stages[key]
+
+    def _stage_ps(self, stage: Stage, operand: Operand) -> int:
+        device = self.device
+        digits = self._digits.get(stage.span)
+        if digits is None:
+            digits = self._digits[stage.span] = span_digits(self.topology, stage.span)
+        if stage.choice.name == "native":
+            collective = native_as(stage.collective, device.platform)
+            return native_ps(device, digits, collective, operand.num_elements * self.itemsize)
+        slot_bytes = operand.slot_elements * self.itemsize
+        form = stage_form(stage)
+        local = _shuffles(stage.choice, stage.collective) * form.num_slots * slot_bytes
+        return transfer_ps(local, device.copy_bytes_per_s) + sum(
+            phase_ps(device, digits, stage.choice, phase, slot_bytes) for phase in form.phases
+        )
 
 
 @functools.cache
@@ -213,25 +230,31 @@ def _links_ps(
     device: Device, on_links: Sequence[Load], parts: Sequence[Phase], num_bytes: int
 ) -> int:
     """Returns the time of one step on its busiest level."""
-    wire = latency = 0
+    wire = across = along = 0
     for level in {load.digit.level.dimension: load.digit.level for load in on_links}.values():
         mine = [load for load in on_links if load.digit.level.dimension == level.dimension]
         messages: dict[Digit, int] = {}
-        if len(parts) > 1:
-            for load in mine:
-                messages[load.digit] = messages.get(load.digit, 0) + load.messages
-        else:
-            for load in mine:
-                messages[load.digit] = max(messages.get(load.digit, 0), load.messages)
+        for load in mine:
+            before = messages.get(load.digit, 0)
+            together = before + load.messages if len(parts) > 1 else max(before, load.messages)
+            messages[load.digit] = together
         time = transfer_ps(max(messages.values()) * num_bytes, level.bandwidth_bytes_per_s)
         if device.platform == "cpu":
-            digit = mine[0].digit
-            time = (
-                time * max((_duplex(digit, p) for p in parts), default=_duplex(digit, None)) // 100
-            )
+            percents = [_duplex(mine[0].digit, part) for part in parts or (None,)]
+            time = time * max(percents) // 100
         wire = max(wire, time)
-        latency = max(latency, *(load.hops * level.link.latency_ps for load in mine))
-    return wire + latency
+        latency = max(load.hops for load in mine) * level.link.latency_ps
+        if level.link.network == "torus":
+            # A message turns from one dimension into the next.
+            along += latency
+        else:
+            across = max(across, latency)
+    return wire + max(across, along) + start_ps(device)
+
+
+def start_ps(device: Device) -> int:
+    """Returns what a permute costs beyond the start of an operation: NCCL's own start on a GPU."""
+    return int(figure("nccl", "base_ring")[0]) * 1000 if device.platform == "gpu" else 0
 
 
 def _duplex(digit: Digit, phase: Phase | None) -> int:

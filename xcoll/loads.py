@@ -85,8 +85,9 @@ def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[Load]:
 def twin_tree_loads(digits: tuple[Digit, ...]) -> Iterator[Load]:
     """Yields the same for a step of the pipelined double tree, whose closed form has no distances.
 
-    The edges of all depths are in use at the same time. Two of them lead out of a block of ranks; in a
-    line of n, log2(n) / 2 + 1 of them pass a link, rounded down (seen on the schedules of up to 256 ranks).
+    The edges of all depths are in use at the same time. Two of them lead out of a block of ranks;
+    in a line of n, log2(n) / 2 + 1 of them pass a link, rounded down (seen on the schedules of up
+    to 256 ranks).
     """
     ranks = math.prod(digit.level.size for digit in digits)
     for digit in digits:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from xcoll.hardware import figure
+from xcoll.hardware import figure, kinds
 from xcoll.loads import loads
 from xcoll.schedule import Phase
 from xcoll.topology import Device, Digit
@@ -30,7 +30,8 @@ def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_by
     Args:
       device: the devices.
       digits: the levels its ranks lie on, innermost first (`xcoll.loads.span_digits`).
-      collective: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all`` or ``permute``.
+      collective: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``all_to_all`` or ``permute``;
+        on a GPU also ``broadcast``.
       num_bytes: bytes of the operand on each rank.
     """
     ranks = math.prod(d.level.size for d in digits)
@@ -85,30 +86,30 @@ def _cpu(
 def _tpu(
     device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int, ranks: int
 ) -> int:
-    """Rings over all torus axes at once, both ways; over slices only what is left of the payload."""
-    inner = [d for d in digits if d.level.link.network == "torus" or d.level.link.kind == "core"]
-    outer = [d for d in digits if d not in inner]
-    whole = num_bytes * ranks if collective == "all_gather" else num_bytes
-    inside = math.prod(d.level.size for d in inner)
-    times = []
-    for group, size, payload in ((inner, inside, whole), (outer, ranks // inside, whole // inside)):
+    """Rings over all torus axes at once, both ways; cores before, slices after, on the shares."""
+    cores = [d for d in digits if d.level.link.kind == "core"]
+    torus = [d for d in digits if d.level.link.network == "torus"]
+    slices = [d for d in digits if d not in cores and d not in torus]
+    left = num_bytes * ranks if collective == "all_gather" else num_bytes
+    time = 0
+    for group in (cores, torus, slices):
+        size = math.prod(d.level.size for d in group)
         if size == 1:
             continue
         latency = sum(_diameter(d) * d.level.link.latency_ps for d in group)
         if collective == "all_to_all":
-            times.append(latency + max(_exchange(d, whole) for d in group))
+            time += latency + max(_exchange(d, num_bytes) for d in group)
             continue
-        # A torus axis that is a line moves data one way at a time past its middle.
-        rate = sum(_ring_rate(d) for d in group if d.level.link.kind != "core")
-        rate = rate or min(_ring_rate(d) for d in group)
-        sweep = transfer_ps(payload * (size - 1) // size, rate)
+        rate = sum(_ring_rate(d) for d in group)
+        sweep = transfer_ps(left * (size - 1) // size, rate)
         if collective == "all_reduce":
             # Small payloads go to everyone at once: fewer hops, more bytes.
-            at_once = latency + transfer_ps(payload * (size - 1), rate)
-            times.append(min(2 * (latency + sweep), at_once))
+            at_once = latency + transfer_ps(left * (size - 1), rate)
+            time += min(2 * (latency + sweep), at_once)
         else:
-            times.append(latency + sweep)
-    return max(times) if collective == "all_to_all" else sum(times)
+            time += latency + sweep
+        left //= size
+    return time
 
 
 def _diameter(digit: Digit) -> int:
@@ -153,12 +154,12 @@ def _gpu(
         return _nccl_all_to_all(digits, whole, ranks, nodes, per_node)
     factor = 2 if collective == "all_reduce" else 1
     steps, between = factor * (ranks - 1), factor * (nodes - 1)
-    sent = factor * whole * (ranks - 1) // ranks
+    sent = whole if collective == "broadcast" else factor * whole * (ranks - 1) // ranks
     times = []
     for p, percent in enumerate(_nccl("protocol_bandwidth")):
         hop = _nccl("network_ring")[p]
         if p == 2 and nodes > 1:
-            hop = hop * _nccl("ring_simple_network_latency") // 100
+            hop = hop * figure("nccl", "ring_simple_network_latency") // 100
         latency = (
             _nccl("base_ring")[p] + (steps - between) * _nccl("nvlink_ring")[p] + between * hop
         )
@@ -168,18 +169,24 @@ def _gpu(
             latency = _nccl("base_tree")[p] + 2 * (
                 (per_node - 1) * _nccl("nvlink_tree")[p] + depth * _nccl("network_tree")[p]
             )
-            slower = rate * percent * _nccl("tree_bandwidth") // 100
+            slower = rate * percent * figure("nccl", "tree_bandwidth") // 100
             times.append(latency * 1000 + transfer_ps(2 * whole * 100, slower))
-    if collective == "all_reduce" and nodes == 1 and ranks > 2 and device.kind != "custom":
-        latency = int(_nccl("nvls_latency")) * 1000
-        times.append(latency + transfer_ps(sent, _nvls(device, rate)))
+    if ranks > 2 and collective != "broadcast":
+        times += _nvls(device, collective, sent, nodes, rate)
     return min(times)
 
 
-def _nvls(device: Device, rate: int) -> int:
-    from xcoll.hardware import kinds
-
-    return int(figure(device.kind, "nvls_busbw")) if device.kind in kinds() else rate
+def _nvls(device: Device, collective: str, num_bytes: int, nodes: int, rate: int) -> list[int]:
+    """Reduction in the NVLink switch: within a node, and for an all-reduce in a tree over nodes."""
+    if device.kind not in kinds():
+        return []
+    rate = min(int(figure(device.kind, "nvls_busbw")), rate if nodes > 1 else PS)
+    latency = int(figure("nccl", "nvls_latency"))
+    if nodes > 1 and collective != "all_reduce":
+        return []
+    if nodes > 1:
+        latency += 2 * (nodes - 1).bit_length() * int(figure("nccl", "nvlstree_latency"))
+    return [latency * 1000 + transfer_ps(num_bytes, rate)]
 
 
 def _nccl_all_to_all(
@@ -191,10 +198,14 @@ def _nccl_all_to_all(
         peers = ranks - per_node if level.link.kind != "nvlink" else per_node - 1
         crossing = num_bytes * peers // ranks * level.shared_by
         time = max(time, transfer_ps(crossing, level.bandwidth_bytes_per_s))
-    hops = _nccl("network_ring")[2] if nodes > 1 else _nccl("nvlink_ring")[2]
-    return time + (_nccl("base_ring")[2] + hops) * 1000
+    # Peers are served a batch at a time.
+    batches = -(-(ranks - 1) // int(figure("nccl", "p2p_batch")))
+    hop = _nccl("nvlink_ring")[2]
+    if nodes > 1:
+        hop = _nccl("network_ring")[2] * figure("nccl", "ring_simple_network_latency") // 100
+    return time + (_nccl("base_ring")[2] + batches * hop) * 1000
 
 
-def _nccl(name: str) -> tuple[int, ...]:
-    value = figure("nccl", name)
-    return value
+def _nccl(name: str) -> list[int]:
+    values: list[int] = figure("nccl", name)
+    return values

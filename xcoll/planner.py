@@ -10,32 +10,21 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xcoll.accounting import error_bound, is_inexact, operations, wire_bytes
+from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS, check_choice
-from xcoll.candidates import (
-    NATIVE,
-    axis_spans,
-    compose,
-    does,
-    hierarchies,
-    span_of,
-    whole,
-    whole_span,
-)
-from xcoll.costmodel import NATIVE_AS, packing_ps, plan_ps
+from xcoll.candidates import NATIVE, barred, does, hierarchies, whole, whole_span
+from xcoll.costmodel import Pricer, native_as, packing_ps
 from xcoll.errors import UnsupportedError
+from xcoll.forced import forced_stages
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps
-from xcoll.plan import Candidate, Plan, Request, Span, Stage
+from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Choice, Policy
-from xcoll.schedule import slot_elements
+from xcoll.roundoff import error_bound, is_inexact
 from xcoll.topology import Topology
 
 GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
-
-_MIN_TILES = 2048
-"""Elements of two (8, 128) tiles: XLA:TPU turns smaller reduce-scatters into all-reduces."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +46,11 @@ def plan(
 
     Args:
       request: what is to be done.
-      topology: what the mesh lies on; None or an unknown one keeps everything native, except what the
-        policy forces.
+      topology: what the mesh lies on; None or an unknown one keeps everything native, except what
+        the policy forces.
       policy: what is permitted or forced. ``where`` is the caller's business.
-      strict: what a forced algorithm cannot do is an error; else it is kept native, with the reason.
-        True whenever the policy forces algorithms by collective.
+      strict: what a forced algorithm cannot do is an error; else it is kept native, with the
+        reason. True whenever the policy forces algorithms by collective.
 
     Returns:
       The plan, with the candidates it beat.
@@ -74,7 +63,8 @@ def plan(
     Example:
       >>> from xcoll.topology import Topology
       >>> topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
-      >>> request = Request("all_reduce", "sum", ("host", "device"), (2, 4), "float32", 4, ((4194304,),))
+      >>> axes, sizes, shapes = ("host", "device"), (2, 4), ((4194304,),)
+      >>> request = Request("all_reduce", "sum", axes, sizes, "float32", 4, shapes)
       >>> plan(request, topology, Policy()).name
       'hierarchical(native, native)'
     """
@@ -115,8 +105,8 @@ def _check_axes(request: Request, topology: Topology) -> None:
     if {axis: sizes.get(axis) for axis in wanted} != wanted:
         raise ValueError(
             f"plan({request.collective}): the topology does not match the mesh: topology"
-            f" {topology.name!r} has axes {sizes}, the collective goes over {wanted}; give the topology the"
-            " mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
+            f" {topology.name!r} has axes {sizes}, the collective goes over {wanted}; give the"
+            " topology the mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
         )
 
 
@@ -132,6 +122,7 @@ class _Maker:
         self.request = request
         self.topology = topology
         self.span = whole_span(request)
+        self.pricer = Pricer(topology, request.itemsize) if topology.is_known else None
         stage = Stage(request.collective, self.span, NATIVE)
         self.native_option = _Option("native", (stage,), self._native_ps())
 
@@ -141,7 +132,7 @@ class _Maker:
     def best(self) -> Plan:
         """Chooses freely."""
         options = [
-            _Option(name, stages, self._price(stages), self._barred(stages))
+            _Option(name, stages, self._price(stages), barred(self.request, self.topology, stages))
             for name, stages in (
                 *whole(self.request, self.topology),
                 *hierarchies(self.request, self.topology, self._price),
@@ -159,7 +150,8 @@ class _Maker:
             gain = 100 - 100 * first.time_ps // native if native else 0
             how = f"{gain} % faster" if gain > 0 else "not faster"
             return self.native(
-                f"the best decomposition, {first.name}, is predicted {how}; {GAIN_PERCENT} % are needed",
+                f"the best decomposition, {first.name}, is predicted {how}; {GAIN_PERCENT} % are"
+                " needed",
                 options,
             )
         gain = 100 - 100 * first.time_ps // native
@@ -172,11 +164,12 @@ class _Maker:
         """Takes what the policy names, or says why that is not possible."""
         if choice == NATIVE:
             return self.native("the policy names native")
-        found = self._stages(choice)
+        found = forced_stages(self.request, self.topology, choice)
         if isinstance(found, str):
             if strict:
                 raise UnsupportedError(
-                    f"{self.request.collective} over {self.request.axes}: the policy names {choice}, but {found}"
+                    f"{self.request.collective} over {self.request.axes}: the policy names"
+                    f" {choice}, but {found}"
                 )
             return self.native(f"kept native: {found}")
         option = self._option(choice, found)
@@ -207,63 +200,6 @@ class _Maker:
         reason = "the policy wants sums in rank order"
         return self._made(made[0], reason, [self.native_option, *made[1:]])
 
-    def _stages(self, choice: Choice) -> tuple[Stage, ...] | str:
-        """Returns the stages of a forced choice, or why it cannot be done."""
-        request = self.request
-        segments = dict(choice.options).get("num_segments", 1)
-        if choice.name == "hierarchical" and segments == 1:
-            return self._hierarchy(choice)
-        if (
-            choice.name not in ALGORITHMS
-            or request.collective not in ALGORITHMS[choice.name].collectives
-        ):
-            return does(choice, request.collective, request.op) or ""
-        dims: tuple[int, ...] = ()
-        if ALGORITHMS[choice.name].needs_dims:
-            spans = self._levels()
-            if len(spans) < 2:
-                return f"{choice.name} needs two levels or axes, and there is one"
-            dims = tuple(span.num_ranks for span in reversed(spans))
-            if choice.name == "hierarchical" and len(dims) > 2:
-                # The pipelined form knows two levels: the innermost, and everything around it.
-                dims = (request.num_ranks // dims[-1], dims[-1])
-        return (Stage(request.collective, self.span, choice, dims),)
-
-    def _hierarchy(self, choice: Choice) -> tuple[Stage, ...] | str:
-        request, spans = self.request, self._levels()
-        if len(spans) < 2:
-            return "hierarchical needs two levels, and there is one"
-        if len(choice.levels) > len(spans):
-            return f"{choice} has {len(choice.levels)} levels, and there are {len(spans)}"
-        levels = [*choice.levels, *[NATIVE] * (len(spans) - len(choice.levels))]
-        stages = compose(request.collective, spans, levels)
-        if stages is None:
-            return (
-                f"hierarchical has no {request.collective}; it does all_reduce, reduce_scatter,"
-                " all_gather, all_to_all"
-            )
-        for stage in stages:
-            reason = does(stage.choice, stage.collective, request.op)
-            if reason is not None:
-                return reason
-        return stages
-
-    def _levels(self) -> tuple[Span, ...]:
-        """Spans of the levels, innermost first: as the links are, or else one a mesh axis."""
-        request, digits = self.request, self.topology.digits(self.request.axes)
-        if not self.topology.is_known:
-            return axis_spans(request)
-        runs: list[list] = []
-        for digit in digits:
-            if runs and runs[-1][-1].level.link == digit.level.link:
-                runs[-1].append(digit)
-            else:
-                runs.append([digit])
-        if len(runs) > 1:
-            return tuple(span_of(request, run) for run in runs)
-        # All on the same kind of link: cut between mesh axes, if there are several.
-        return axis_spans(request)
-
     def _option(self, choice: Choice, stages: tuple[Stage, ...]) -> _Option:
         name = str(choice)
         if len(stages) > 1:
@@ -273,42 +209,22 @@ class _Maker:
                 parts.reverse()
             name = f"hierarchical({', '.join(map(str, parts))})"
         time = self._price(stages) if self.topology.is_known else None
-        return _Option(name, stages, time, self._barred(stages))
+        return _Option(name, stages, time, barred(self.request, self.topology, stages))
 
     def _price(self, stages: Sequence[Stage]) -> int:
         request = self.request
-        assert self.topology.device is not None
-        time = plan_ps(
-            self.topology, request.collective, stages, request.num_elements, request.itemsize
-        )
+        assert self.pricer is not None
+        time = self.pricer.plan_ps(request.collective, stages, request.num_elements)
         packed = len(request.shapes) > 1
-        return time + (packing_ps(self.topology.device, request.num_bytes) if packed else 0)
+        return time + (packing_ps(self.pricer.device, request.num_bytes) if packed else 0)
 
     def _native_ps(self) -> int | None:
         if self.topology.device is None:
             return None
-        collective = NATIVE_AS.get(self.request.collective, self.request.collective)
+        collective = native_as(self.request.collective, self.topology.device.platform)
         digits = span_digits(self.topology, self.span)
         # XLA's combiner makes one operation of a group.
         return native_ps(self.topology.device, digits, collective, self.request.num_bytes)
-
-    def _barred(self, stages: Sequence[Stage]) -> str | None:
-        if self.topology.platform != "tpu":
-            return None
-        elements = self.request.num_elements
-        for stage in stages:
-            if stage.collective != "reduce_scatter":
-                break
-            slot = slot_elements(elements, stage.span.num_ranks)
-            if stage.choice == NATIVE and (slot < _MIN_TILES or slot % 1024):
-                return (
-                    f"XLA:TPU turns a reduce-scatter to {slot} elements (under two tiles) into an"
-                    " all-reduce"
-                )
-            if stage.choice == NATIVE and self.request.itemsize == 1:
-                return "XLA:TPU turns a reduce-scatter of 8-bit values into an all-reduce"
-            elements = slot
-        return None
 
     def _made(self, option: _Option, reason: str, others: Sequence[_Option]) -> Plan:
         request, topology = self.request, self.topology

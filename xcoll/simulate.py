@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from xcoll.costmodel import start_ps
 from xcoll.hardware import figure
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
@@ -135,7 +136,7 @@ class _Network:
         passes = 1 if host else 3 if reduces else 2
         starts = len(step.lanes) if host else 1
         work = transfer_ps(int(sent.max()) * passes, self.device.memory_bytes_per_s)
-        return starts * self.device.step_ps + latency + wire + work
+        return starts * self.device.step_ps + start_ps(self.device) + latency + wire + work
 
     def _ends(self, lane: Lane) -> tuple[Ints, Ints]:
         pairs = np.array(lane.pairs, np.int64).reshape(-1, 2)

@@ -73,18 +73,18 @@ class Topology:
     def parse(cls, text: str, axes: Mapping[str, int] | None = None) -> Topology:
         """Reads a topology from text: ``[COUNT*]KIND:SIZE[xSIZE...][@RATE[,RATE...]]``.
 
-        ``v5p:4x4x4`` is a slice of 4 x 4 x 4 chips, ``2*v5e:16x16`` two such slices over the data-centre
-        network, ``h100:8`` a node of 8 GPUs, ``4*h100:8`` four, ``gb200:72`` an NVLink domain of 72,
-        ``cpu:8`` one process with 8 devices, and ``2*cpu:4@200Mbit`` two processes on two hosts that are
-        connected at that rate. A rate (``Mbit``, ``Gbit``, ``MB``, ``GB``, per second, one way) replaces the
-        table's for the links between hosts or slices; several, separated by commas, are those of
-        each host.
+        ``v5p:4x4x4`` is a slice of 4 x 4 x 4 chips, ``2*v5e:16x16`` two such slices over the
+        data-centre network, ``h100:8`` a node of 8 GPUs, ``4*h100:8`` four, ``gb200:72`` an NVLink
+        domain of 72, ``cpu:8`` one process with 8 devices, and ``2*cpu:4@200Mbit`` two processes on
+        two hosts that are connected at that rate. A rate (``Mbit``, ``Gbit``, ``MB``, ``GB``, per
+        second, one way) replaces the table's for the links between hosts or slices; several,
+        separated by commas, are those of each host.
 
         Args:
           text: the topology.
           axes: mesh axes and sizes, in the mesh's order, laid out row-major: the last axis on the
-            innermost links. None names them after the physical dimensions: ``slice``, ``x``, ``y``, ``z``,
-            ``core`` on TPU, ``host`` and ``device`` elsewhere.
+            innermost links. None names them after the physical dimensions: ``slice``, ``x``, ``y``,
+            ``z``, ``core`` on TPU, ``host`` and ``device`` elsewhere.
 
         Raises:
           ValueError: malformed text, with the place marked; unknown hardware; a size the
@@ -98,9 +98,9 @@ class Topology:
     def from_mesh(cls, mesh: Mesh) -> Topology:
         """Reads a topology from the devices of a mesh, and asks nothing else.
 
-        TPU: ``coords``, ``core_on_chip`` and ``slice_index``. GPU: NVLink domains by ``slice_index``, else
-        processes. CPU: one process; between processes the rate is not known, so the topology
-        is unknown. Write it as text then.
+        TPU: ``coords``, ``core_on_chip`` and ``slice_index``. GPU: NVLink domains by
+        ``slice_index``, else processes. CPU: one process; between processes the rate is not known,
+        so the topology is unknown. Write it as text then.
 
         Args:
           mesh: a `jax.sharding.Mesh`.
@@ -158,8 +158,8 @@ class Topology:
         if self.axis_sizes != dict(axis_sizes):
             raise ValueError(
                 f"{call}: the topology does not match the mesh: topology {self.name!r} has axes"
-                f" {_sizes(self.axis_sizes)}, the mesh has {_sizes(axis_sizes)}; give the topology the"
-                " mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
+                f" {_sizes(self.axis_sizes)}, the mesh has {_sizes(axis_sizes)}; give the"
+                " topology the mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
             )
 
     def digits(self, axes: Iterable[str]) -> tuple[Digit, ...]:

@@ -14,11 +14,13 @@ class Link:
     """One kind of link.
 
     Attributes:
-      kind: ``"ici"``, ``"dcn"``, ``"core"``, ``"nvlink"``, ``"network"`` or ``"memory"``; any other word is
-        allowed and only read by people.
-      network: ``"torus"``: neighbours along a dimension are wired to each other. ``"switch"``: every
-        port reaches every other. ``"memory"``: no wire; transfers cost only the device's work.
-      bandwidth_bytes_per_s: of payload, one way, of one link or port. The other way has the same, at the same time.
+      kind: ``"ici"``, ``"dcn"``, ``"core"``, ``"nvlink"``, ``"network"`` or ``"memory"``; any other
+        word is allowed and only read by people.
+      network: ``"torus"``: neighbours along a dimension are wired to each other. ``"switch"``:
+        every port reaches every other. ``"memory"``: no wire; transfers cost only the device's
+        work.
+      bandwidth_bytes_per_s: of payload, one way, of one link or port. The other way has the same,
+        at the same time.
       latency_ps: of one hop.
     """
 
@@ -30,8 +32,9 @@ class Link:
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_per_s < 1 or self.latency_ps < 0:
             raise ValueError(
-                f"Link(bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}, latency_ps={self.latency_ps}): the"
-                " bandwidth must be positive and the latency not negative"
+                f"Link(bandwidth_bytes_per_s={self.bandwidth_bytes_per_s},"
+                f" latency_ps={self.latency_ps}): the bandwidth must be positive and the latency"
+                " not negative"
             )
 
 
@@ -69,7 +72,8 @@ class Level:
             object.__setattr__(self, "extent", self.size * self.stride)
         if self.extent < (self.size - 1) * self.stride + 1:
             raise ValueError(
-                f"Level(size={self.size}, stride={self.stride}, extent={self.extent}): does not fit the dimension"
+                f"Level(size={self.size}, stride={self.stride}, extent={self.extent}): does not"
+                " fit the dimension"
             )
         if self.rates_bytes_per_s and min(self.rates_bytes_per_s) < 1:
             raise ValueError(f"Level(rates_bytes_per_s={self.rates_bytes_per_s}): must be positive")

@@ -42,8 +42,8 @@ def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found |
         count = len(names)
         if platform == "cpu" and count > 1:
             return (
-                f"the rate between its {count} CPU processes is not known; give it as text, for example"
-                f" topology='{count}*cpu:{per_host}@10Gbit'"
+                f"the rate between its {count} CPU processes is not known; give it as text, for"
+                f" example topology='{count}*cpu:{per_host}@10Gbit'"
             )
         coordinates = np.array(
             [(names.index(h), i) for h, i in zip(hosts, _local(hosts), strict=True)]
@@ -125,7 +125,7 @@ def _levels(
 
 
 def _axis(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[Level, ...] | None:
-    """Levels of one axis from the coordinates along it, relative to its start; None if irregular."""
+    """Levels of one axis from the coordinates along it, from its start; None if irregular."""
     size = len(line)
     levels: list[Level] = []
     done = 1
@@ -133,7 +133,7 @@ def _axis(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[
         moved = np.flatnonzero(line[done])
         if len(moved) != 1:
             return _cycle(line, dimensions) if not levels else None
-        (k,) = moved
+        k = int(moved[0])
         stride = int(line[done][k])
         count = 1
         while (
@@ -170,20 +170,20 @@ def _is_mixed_radix(line: np.ndarray[Any, Any], levels: Sequence[Level]) -> bool
 
 
 def _cycle(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[Level, ...] | None:
-    """An axis that winds through a torus from neighbour to neighbour, as jax lays out small TPU slices."""
+    """An axis that winds through a torus, as jax lays out small TPU slices."""
     steps = np.abs(np.diff(line, axis=0, append=line[:1]))
-    links = {dimensions[k].link for k in np.flatnonzero(steps.any(axis=0))}
+    used = [dimensions[int(k)] for k in np.flatnonzero(steps.any(axis=0))]
+    links = {dimension.link for dimension in used}
     if len(links) != 1 or next(iter(links)).network != "torus":
         return None
     if (steps[:-1].sum(axis=1) != 1).any():
         return None
-    (used, *_others) = (dimensions[k] for k in np.flatnonzero(steps.any(axis=0)))
     closed = bool(steps[-1].sum() == 1)
     winding = Dimension(
         name="winding",
         size=len(line),
-        link=used.link,
-        shared_by=used.shared_by,
+        link=used[0].link,
+        shared_by=used[0].shared_by,
         wrap=closed,
     )
     return (winding.level(len(line), 1),)

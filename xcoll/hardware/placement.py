@@ -47,7 +47,7 @@ def place(dimensions: Sequence[Dimension], axes: Mapping[str, int]) -> tuple[Axi
     """
     free = [(d, d.size) for d in dimensions if d.size > 1]
     placed: list[AxisLinks] = []
-    for name, size in reversed(axes.items()):
+    for name, size in reversed(list(axes.items())):
         levels: list[Level] = []
         todo = size
         while todo > 1:
@@ -56,8 +56,8 @@ def place(dimensions: Sequence[Dimension], axes: Mapping[str, int]) -> tuple[Axi
             if part == 1 or (part < todo and part < left):
                 raise ValueError(
                     f"axis {name!r} of {size} does not line up with dimension {dimension.name!r} of"
-                    f" {dimension.size}: choose axis sizes whose products, from the last axis on, divide"
-                    f" or are multiples of {dimension.size}"
+                    f" {dimension.size}: choose axis sizes whose products, from the last axis on,"
+                    f" divide or are multiples of {dimension.size}"
                 )
             levels.append(dimension.level(part, dimension.size // left))
             if part < left:

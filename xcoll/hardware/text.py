@@ -56,8 +56,8 @@ def read(text: str, axes: Mapping[str, int] | None) -> tuple[Device, tuple[AxisL
     devices = math.prod(d.size for d in dimensions)
     if math.prod(axes.values()) != devices:
         raise ValueError(
-            f"Topology.parse({text!r}, axes={dict(axes)}): the text describes {devices} devices, the axes"
-            f" make {math.prod(axes.values())}; make the products equal"
+            f"Topology.parse({text!r}, axes={dict(axes)}): the text describes {devices} devices,"
+            f" the axes make {math.prod(axes.values())}; make the products equal"
         )
     try:
         placed = place(dimensions, axes)
