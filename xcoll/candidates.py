@@ -27,6 +27,9 @@ _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
     "double_tree": (("num_chunks", 4), ("num_chunks", 16)),
     "direct": (("shots", 1), ("shots", 2)),
 }
+GAIN_PERCENT = 10
+"""A decomposition must be predicted this much faster than XLA's own collective."""
+
 _SEGMENTS = (2, 4, 8)
 _TWO_TILES = 2048
 
@@ -147,7 +150,8 @@ def hierarchies(
 ) -> Iterator[tuple[str, tuple[Stage, ...]]]:
     """Yields names and stages of hierarchies at every split of the levels.
 
-    Stages do not overlap, so that the best algorithm of each level makes the best hierarchy. Of two
+    Stages do not overlap, so that the best algorithm of each level makes the best hierarchy, where
+    XLA's own is the best unless another makes the plan `GAIN_PERCENT` faster. Of two
     levels, all that were tried on the way to it are yielded; of more, the first (native where
     that can be) and the best.
     """
@@ -172,10 +176,17 @@ def hierarchies(
                 assert stages is not None
                 ranked.append((price(stages), len(ranked), choice))
                 tried_out[trial] = stages
-            levels[position] = min(ranked)[2]
+            levels[position] = _worth_it(ranked)
         keep = tried_out if len(runs) == 2 else (next(iter(tried_out)), tuple(levels))
         for trial in dict.fromkeys(keep):
             yield f"hierarchical({', '.join(map(str, trial))}){where}", tried_out[trial]
+
+
+def _worth_it(ranked: Sequence[tuple[int, int, Choice]]) -> Choice:
+    """Returns the fastest choice, or the first (native) unless the gain is enough to replace it."""
+    fastest, first = min(ranked), ranked[0]
+    enough = fastest[0] * 100 <= first[0] * (100 - GAIN_PERCENT)
+    return fastest[2] if enough or first[2] != NATIVE else first[2]
 
 
 def level_choices(request: Request, is_outermost: bool) -> list[Choice]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS, check_choice
-from xcoll.candidates import NATIVE, barred, does, hierarchies, whole, whole_span
+from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, does, hierarchies, whole, whole_span
 from xcoll.costmodel import Pricer, native_as, packing_ps
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
@@ -22,9 +22,6 @@ from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Choice, Policy
 from xcoll.roundoff import error_bound, is_inexact
 from xcoll.topology import Topology
-
-GAIN_PERCENT = 10
-"""A decomposition must be predicted this much faster than XLA's own collective."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +152,8 @@ class _Maker:
                 options,
             )
         gain = 100 - 100 * first.time_ps // native
-        reason = (
-            f"predicted {gain} % faster than native: {_ms(first.time_ps)} against {_ms(native)}"
-        )
+        times = f"{readable_time(first.time_ps)} against {readable_time(native)}"
+        reason = f"predicted {gain} % faster than native: {times}"
         return self._made(first, reason, [self.native_option, *options])
 
     def forced(self, choice: Choice, strict: bool) -> Plan:
@@ -247,7 +243,8 @@ class _Maker:
         if reason is None and None not in (other.time_ps, chosen.time_ps):
             assert other.time_ps is not None and chosen.time_ps is not None
             if other.time_ps >= chosen.time_ps:
-                reason = f"predicted {_ms(other.time_ps)}, the chosen plan {_ms(chosen.time_ps)}"
+                slower, faster = readable_time(other.time_ps), readable_time(chosen.time_ps)
+                reason = f"predicted {slower}, the chosen plan {faster}"
             elif chosen.stages[0].choice == NATIVE and len(chosen.stages) == 1:
                 reason = f"predicted faster than native by less than {GAIN_PERCENT} %"
             elif (other.time_ps or 0) * 100 > chosen.time_ps * (100 - GAIN_PERCENT):
@@ -273,10 +270,10 @@ def _least_departure(options: Sequence[_Option]) -> _Option:
     return min(close, key=lambda o: (sum(s.choice != NATIVE for s in o.stages), o.order))
 
 
-def _ms(time_ps: int) -> str:
+def readable_time(time_ps: int) -> str:
     """Reads picoseconds as people do.
 
-    >>> _ms(743_000_000_000), _ms(12_500_000)
+    >>> readable_time(743_000_000_000), readable_time(12_500_000)
     ('743 ms', '12.5 us')
     """
     for unit, scale in (("s", 10**12), ("ms", 10**9), ("us", 10**6)):

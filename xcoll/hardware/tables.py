@@ -19,7 +19,7 @@ def load(name: str) -> dict[str, Any]:
     >>> load("v5e")["figures"]["ici_bandwidth"]["value"]
     45000000000
     """
-    text = resources.files(__package__).joinpath(f"{name}.json").read_text("utf-8")
+    text = resources.files("xcoll.hardware").joinpath(f"{name}.json").read_text("utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
 
@@ -27,7 +27,7 @@ def load(name: str) -> dict[str, Any]:
 @functools.cache
 def kinds() -> tuple[str, ...]:
     """Returns the names of the kinds of hardware there are tables for, sorted."""
-    files = (entry.name for entry in resources.files(__package__).iterdir())
+    files = (entry.name for entry in resources.files("xcoll.hardware").iterdir())
     names = sorted(f.removesuffix(".json") for f in files if f.endswith(".json"))
     return tuple(n for n in names if n not in _LIBRARIES)
 

@@ -176,6 +176,8 @@ def _kinds() -> str:
 
 
 def _error(text: str, at: int, what: str) -> ValueError:
+    # The first line says everything by itself; the others show the place.
     return ValueError(
-        f"Topology.parse: malformed topology, {what}\n  {text}\n  {' ' * at}^\nThe form is {FORM}."
+        f"Topology.parse({text!r}): malformed at character {at + 1}: {what}; the form is {FORM}"
+        f"\n  {text}\n  {' ' * at}^"
     )

@@ -1,0 +1,254 @@
+"""The command line: ``xcoll plan`` shows what would be chosen, and what it beat.
+
+Touches no device: plans are made from the topology's text alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import math
+import re
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from xcoll.errors import unknown
+from xcoll.plan import Plan, Request
+from xcoll.planner import plan, readable_time
+from xcoll.policy import COLLECTIVE_OF, Choice, Policy
+from xcoll.schedule import COLLECTIVES
+from xcoll.topology import Topology
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_OPS = ("sum", "max", "min", "prod")
+_COMBINING = ("all_reduce", "reduce_scatter", "reduce")
+
+
+class _UsageError(Exception):
+    """What was typed is wrong; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: the arguments; None takes those of the process.
+
+    Returns:
+      The exit code: 0, or 2 where the input was bad (one line on stderr says how).
+    """
+    try:
+        arguments = _parser().parse_args(argv)
+        return _plan(arguments)
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
+    except (_UsageError, ValueError) as err:
+        print(f"xcoll: error: {str(err).splitlines()[0]}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="xcoll", description="A collective compiler pass for JAX.")
+    parser.add_argument("--version", action="version", version=metadata.version("jax-xcoll"))
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "plan",
+        help="show the plan of a collective, and every candidate that it beat",
+        description="Shows the plan of a collective, and every candidate that it beat.",
+    )
+    command.add_argument("collective", help="all_reduce, psum, reduce_scatter, all_gather, ...")
+    command.add_argument(
+        "--bytes", required=True, help="operand on each rank, for example 16MiB or 4096"
+    )
+    command.add_argument("--dtype", default="float32", help="its dtype (default: float32)")
+    command.add_argument(
+        "--topology", required=True, help="for example '2*cpu:4@200Mbit', v5p:4x4x4 or '4*h100:8'"
+    )
+    command.add_argument(
+        "--axes", help="mesh axes in order, host=2,device=4 (default: the physical dimensions)"
+    )
+    command.add_argument("--over", help="the axes it goes over, host,device (default: all)")
+    command.add_argument("--op", help="sum (default), max, min or prod")
+    command.add_argument(
+        "--algorithm", help="force one: ring, 'tree(radix=4)', 'hierarchical(native, ring)'"
+    )
+    command.add_argument(
+        "--deterministic", action="store_true", help="sum floats in rank order, explicitly"
+    )
+    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    axes = _axes(arguments.axes) if arguments.axes is not None else None
+    topology = Topology.parse(arguments.topology, axes=axes)
+    policy = Policy(
+        algorithm=None if arguments.algorithm is None else read_choice(arguments.algorithm),
+        deterministic=arguments.deterministic,
+    )
+    made = plan(_request(arguments, topology), topology, policy, strict=True)
+    if arguments.json:
+        print(made.to_json())
+    else:
+        _print(made, topology)
+    return 0
+
+
+def _request(arguments: argparse.Namespace, topology: Topology) -> Request:
+    name = arguments.collective
+    collective = COLLECTIVE_OF.get(name, name)
+    if collective not in (*COLLECTIVES, "permute"):
+        raise _UsageError(
+            unknown("plan", "collective", name, dict.fromkeys((*COLLECTIVES, *COLLECTIVE_OF)))
+        )
+    op = arguments.op or {"pmax": "max", "pmin": "min", "pprod": "prod"}.get(name, "sum")
+    if op not in _OPS:
+        raise _UsageError(unknown("plan", "op", op, _OPS))
+    try:
+        itemsize = jnp.dtype(arguments.dtype).itemsize
+    except TypeError:
+        raise _UsageError(
+            f"--dtype {arguments.dtype}: no such dtype; write one of numpy's or jax's, for example"
+            " float32, bfloat16 or int8"
+        ) from None
+    sizes = topology.axis_sizes
+    over = tuple(arguments.over.split(",")) if arguments.over else tuple(sizes)
+    for axis in over:
+        if axis not in sizes:
+            raise _UsageError(unknown(f"--over {arguments.over}", "axis", axis, sizes))
+    num_bytes = _bytes(arguments.bytes)
+    ranks = math.prod(sizes[axis] for axis in over)
+    rows = ranks if collective in ("reduce_scatter", "all_to_all", "scatter") else 1
+    if num_bytes % (itemsize * rows):
+        raise _UsageError(
+            f"--bytes {arguments.bytes}: {collective} of {arguments.dtype} over {ranks} ranks"
+            f" needs a multiple of {itemsize * rows} bytes"
+        )
+    return Request(
+        collective=collective,
+        op=op if collective in _COMBINING else "none",
+        axes=over,
+        axis_sizes=tuple(sizes[axis] for axis in over),
+        dtype=arguments.dtype,
+        itemsize=itemsize,
+        shapes=((num_bytes // itemsize,),),
+        platform=topology.platform,
+    )
+
+
+def _axes(text: str) -> dict[str, int]:
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not name.isidentifier() or not size.isdigit() or int(size) < 1:
+            raise _UsageError(f"--axes {text}: {part!r} is no name=size, as in host=2,device=4")
+        if name in axes:
+            raise _UsageError(f"--axes {text}: axis {name!r} is there twice")
+        axes[name] = int(size)
+    return axes
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise _UsageError(f"--bytes {text}: no number of bytes; write it as 4096, 64KiB or 16MiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def read_choice(text: str) -> Choice:
+    """Reads a choice as `Choice` prints it.
+
+    Raises:
+      ValueError: the text is not of that form.
+
+    >>> print(read_choice("hierarchical(native, tree(radix=4))"))
+    hierarchical(native, tree(radix=4))
+    """
+    try:
+        return _choice(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, AttributeError):
+        raise ValueError(
+            f"--algorithm {text}: write a name, with options in brackets: ring, tree(radix=4),"
+            " hierarchical(native, ring)"
+        ) from None
+
+
+def _choice(node: ast.expr) -> Choice:
+    if isinstance(node, ast.Name):
+        return Choice(node.id)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise TypeError
+    options = []
+    for keyword in node.keywords:
+        value = ast.literal_eval(keyword.value)
+        if keyword.arg is None or not isinstance(value, int):
+            raise TypeError
+        options.append((keyword.arg, value))
+    return Choice(node.func.id, tuple(sorted(options)), tuple(map(_choice, node.args)))
+
+
+def _print(made: Plan, topology: Topology) -> None:
+    request = made.request
+    console = Console()
+    if not console.is_terminal:
+        # Rows stay whole for whoever reads the output of a pipe.
+        console = Console(width=200)
+    console.print(str(topology), highlight=False, markup=False)
+    console.print(
+        f"{request.collective} ({request.op}) of {readable_bytes(request.num_bytes)}"
+        f" {request.dtype} over"
+        f" {', '.join(f'{a}={s}' for a, s in zip(request.axes, request.axis_sizes, strict=True))}",
+        highlight=False,
+        markup=False,
+    )
+    table = Table()
+    table.add_column("plan", overflow="fold")
+    table.add_column("predicted", justify="right")
+    for axis in request.axes:
+        table.add_column(f"over {axis}", justify="right")
+    table.add_column("reason", overflow="fold")
+    rows = [
+        (f"> {made.name}", made.predicted_time_ps, made.wire_bytes, f"chosen: {made.reason}"),
+        *((c.name, c.predicted_time_ps, c.wire_bytes, c.reason) for c in made.candidates),
+    ]
+    for name, time, sent, reason in rows:
+        by_axis = dict(sent)
+        table.add_row(
+            name,
+            "-" if time is None else readable_time(time),
+            *(readable_bytes(by_axis.get(axis, 0)) for axis in request.axes),
+            reason,
+            style="bold" if name.startswith("> ") else None,
+        )
+    console.print(table)
+    for stage in made.stages:
+        span = stage.span
+        console.print(
+            f"  {stage.collective} over {span.num_ranks} ranks of {', '.join(span.axes)}"
+            f" (stride {span.stride}): {stage.choice}",
+            highlight=False,
+            markup=False,
+        )
+
+
+def readable_bytes(num_bytes: int) -> str:
+    """Reads bytes as people do.
+
+    >>> readable_bytes(16777216), readable_bytes(500)
+    ('16 MiB', '500 B')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.4g} {unit}"
+    return f"{num_bytes} B"
