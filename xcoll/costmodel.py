@@ -187,12 +187,15 @@ def phase_ps(
     starts, passes = (phase.lanes, 1) if device.platform == "cpu" else (1, 3 if phase.reduce else 2)
     work = transfer_ps(phase.lanes * num_bytes * passes, device.memory_bytes_per_s)
     time = phase.steps * (starts * device.step_ps + work)
-    if choice.name == "double_tree":
-        return time + phase.steps * _links_ps(device, list(twin_tree_loads(digits)), (), num_bytes)
     ranks = math.prod(digit.level.size for digit in digits)
+    if choice.name == "double_tree":
+        # Some edges of the two trees are each other's reverse.
+        swap = replace(phase, pattern="exchange", distance=1)
+        on_links = list(twin_tree_loads(digits))
+        return time + phase.steps * _links_ps(device, on_links, (swap,), num_bytes, ranks)
     for count, parts in _written_out(choice, phase, ranks):
         on_links = [load for part in parts for load in loads(digits, part)]
-        time += count * _links_ps(device, on_links, parts, num_bytes)
+        time += count * _links_ps(device, on_links, parts, num_bytes, ranks)
     return time
 
 
@@ -227,7 +230,7 @@ def _written_out(
 
 
 def _links_ps(
-    device: Device, on_links: Sequence[Load], parts: Sequence[Phase], num_bytes: int
+    device: Device, on_links: Sequence[Load], parts: Sequence[Phase], num_bytes: int, ranks: int
 ) -> int:
     """Returns the time of one step on its busiest level."""
     wire = across = along = 0
@@ -240,8 +243,7 @@ def _links_ps(
             messages[load.digit] = together
         time = transfer_ps(max(messages.values()) * num_bytes, level.bandwidth_bytes_per_s)
         if device.platform == "cpu":
-            percents = [_duplex(mine[0].digit, part) for part in parts or (None,)]
-            time = time * max(percents) // 100
+            time = time * max(_duplex(mine[0].digit, part, ranks) for part in parts) // 100
         wire = max(wire, time)
         latency = max(load.hops for load in mine) * level.link.latency_ps
         if level.link.network == "torus":
@@ -257,10 +259,11 @@ def start_ps(device: Device) -> int:
     return int(figure("nccl", "base_ring")[0]) * 1000 if device.platform == "gpu" else 0
 
 
-def _duplex(digit: Digit, phase: Phase | None) -> int:
+def _duplex(digit: Digit, phase: Phase, ranks: int) -> int:
     """Percent of a full-duplex transfer's time that Gloo takes between these hosts."""
-    swaps = phase is not None and phase.pattern == "exchange"
-    if phase is not None and phase.pattern == "shift":
+    # What the ranks beyond a power of two hand over goes one way.
+    swaps = phase.pattern == "exchange" and 2 * phase.distance <= ranks
+    if phase.pattern == "shift":
         block = phase.block or digit.stride * digit.level.size
         swaps = 2 * phase.distance == block and phase.distance >= digit.stride
     return int(figure("cpu", "duplex_swap" if swaps else "duplex_ring"))

@@ -112,7 +112,7 @@ class _Network:
         """Returns the time of one execution, and counts the traffic of ``count``."""
         traffic: dict[str, Ints] = {}
         latency = 0
-        swapped = any((b, a) in set(lane.pairs) for lane in step.lanes for a, b in lane.pairs[:1])
+        swapped = any(set(lane.pairs) & {(b, a) for a, b in lane.pairs} for lane in step.lanes)
         sent = np.zeros(len(self.members.ravel()), np.int64)
         for lane in step.lanes:
             sources, destinations = self._ends(lane)
@@ -217,7 +217,7 @@ def _dimensions(topology: Topology) -> list[_Dimension]:
         found.values(),
         key=lambda d: (d.level.link.network == "memory", d.level.bandwidth_bytes_per_s),
     )
-    for number, dimension in enumerate(ordered):
+    for dimension in ordered:
         behind: list[_Dimension] = []
         product = 1
         for inner in reversed(ordered):
@@ -228,7 +228,6 @@ def _dimensions(topology: Topology) -> list[_Dimension]:
         row = [d.position for d in others]
         dimension.row = _numbered(row, len(dimension.position))
         dimension.port = _numbered([*row, dimension.position], len(dimension.position))
-        del number
     return ordered
 
 
