@@ -143,8 +143,10 @@ def expected(schedule: Schedule, payload: Array) -> list[Array | None]:
             return [blocks[:, r].sum(0) for r in range(n)]
         case "all_gather" | "gather":
             whole = np.concatenate([blocks[r, r] for r in range(n)])
-            return [whole if schedule.collective == "all_gather" or r == root else None
-                    for r in range(n)]
+            return [
+                whole if schedule.collective == "all_gather" or r == root else None
+                for r in range(n)
+            ]
         case "all_to_all":
             return [np.concatenate([blocks[r, d] for r in range(n)]) for d in range(n)]
         case "broadcast":

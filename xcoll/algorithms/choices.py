@@ -72,9 +72,15 @@ def hierarchical(*levels: str | Choice, num_segments: int = 1) -> Choice:
       num_segments: more than 1 pipelines that many segments of the payload through two levels of
         rings, by steps that hold pairs of both levels.
 
+    Raises:
+      TypeError: a level is neither a name nor a choice.
+
     >>> print(hierarchical("native", ring()))
     hierarchical(native, ring)
     """
+    for level in levels:
+        if not isinstance(level, str | Choice):
+            raise TypeError(f"hierarchical({level!r}): a level must be a name or a choice")
     made = tuple(Choice(level) if isinstance(level, str) else level for level in levels)
     options = (("num_segments", num_segments),) if num_segments != 1 else ()
     return Choice("hierarchical", options, made)
