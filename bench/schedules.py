@@ -207,7 +207,7 @@ def main() -> int:
     else:
         # Into a file or a pipe, rich would fold the table to 80 columns.
         console = Console()
-        Console(width=max(console.width, 130)).print(table(figures))
+        Console(width=max(console.width, 150)).print(table(figures))
     return 0
 
 
