@@ -7,6 +7,7 @@ into arrays and structure, merged inside, and the caller's objects are updated a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,15 +39,22 @@ class Split:
 
     def __init__(self, arguments: Any, nnx: Any):
         self._nnx = nnx
-        self._arguments = arguments
-        self._structure, self.arrays = nnx.split(arguments)
+        leaves, self._tree = jax.tree.flatten(arguments, is_leaf=_is_node(nnx))
+        self._is_node = [_is_node(nnx)(leaf) for leaf in leaves]
+        pairs = list(zip(leaves, self._is_node, strict=True))
+        self._nodes = tuple(leaf for leaf, is_node in pairs if is_node)
+        # Split together, so that what is shared between arguments stays shared.
+        self._structure, state = nnx.split(self._nodes)
+        self.arrays = (state, [leaf for leaf, is_node in pairs if not is_node])
         self._inside: Any = None
-        self._out_structure: Any = None
 
     def merge(self, arrays: Any) -> Any:
         """Returns copies of the arguments that hold ``arrays``, for the function to mutate."""
-        self._inside = self._nnx.merge(self._structure, arrays)
-        return self._inside
+        state, others = arrays
+        self._inside = self._nnx.merge(self._structure, state)
+        nodes, rest = iter(self._inside), iter(others)
+        leaves = [next(nodes) if is_node else next(rest) for is_node in self._is_node]
+        return jax.tree.unflatten(self._tree, leaves)
 
     def outputs(self, out: Any) -> Any:
         """Returns the result and the state of the arguments after the call, as arrays."""
@@ -67,7 +75,7 @@ class Split:
     def finish(self, result: Any) -> Any:
         """Updates the caller's objects, and returns the function's result."""
         out, state = result
-        self._nnx.update(self._arguments, state)
+        self._nnx.update(self._nodes, state)
         return out
 
 
@@ -79,8 +87,10 @@ def split(arguments: Any) -> Plain | Split:
     return Split(arguments, nnx)
 
 
-def _has_nodes(tree: Any, nnx: Any) -> bool:
-    def is_node(value: Any) -> bool:
-        return isinstance(value, nnx.Module | nnx.Optimizer | nnx.Object | nnx.Variable)
+def _is_node(nnx: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, nnx.Module | nnx.Optimizer | nnx.Object | nnx.Variable)
 
+
+def _has_nodes(tree: Any, nnx: Any) -> bool:
+    is_node = _is_node(nnx)
     return any(is_node(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_node))

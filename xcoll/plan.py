@@ -27,6 +27,7 @@ class Request:
       dtype: name of the payload's dtype.
       shapes: operand shapes per rank, one a site of the group.
       platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: whose native collective is the rival.
+      root: the root rank of a rooted collective.
     """
 
     collective: str
@@ -37,6 +38,7 @@ class Request:
     itemsize: int
     shapes: tuple[tuple[int, ...], ...]
     platform: str = "cpu"
+    root: int = 0
 
     @property
     def num_ranks(self) -> int:

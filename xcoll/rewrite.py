@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat
@@ -27,6 +28,9 @@ from xcoll.sites import OPAQUE, REGION, Scope, Spec, enter, operand_bytes, opera
 from xcoll.stages import Member, stages_p
 
 INNER_REGION = "an inner policy or optimize has planned it already"
+EMPTY = "empty operand"
+NOT_SELECTED = "not selected by the policy's where"
+_UNORDERED_IS_FINE = (INNER_REGION, EMPTY, NOT_SELECTED)
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Rewriter:
                 continue
             reason = spec.kept_reason or self._kept_by_policy(eqn, spec, scope)
             if reason is not None:
-                self._refuse(spec, reason)
+                self._refuse(eqn, spec, reason)
                 found[index] = [_site(eqn, spec, scope, reason)]
                 continue
             key = (spec, operand_type(eqn).dtype, levels[index])
@@ -140,21 +144,19 @@ class Rewriter:
                 " operand could make it gather over them"
             )
         if operand_type(eqn).size == 0:
-            return "empty operand"
+            return EMPTY
         if operand_bytes(eqn) < self.policy.min_bytes:
             return f"smaller than the policy's min_bytes={self.policy.min_bytes}"
         if self.policy.where is not None and not self.policy.where(_site(eqn, spec, scope)):
-            return "not selected by the policy's where"
+            return NOT_SELECTED
         return None
 
-    def _refuse(self, spec: Spec, reason: str) -> None:
-        is_sum = spec.op in ("sum", "prod")
-        if (
-            self.policy.deterministic
-            and is_sum
-            and "policy" not in reason
-            and "empty" not in reason
-        ):
+    def _refuse(self, eqn: core.JaxprEqn, spec: Spec, reason: str) -> None:
+        """Raises where the policy demands an order of summation that a kept site cannot have."""
+        is_rounded = spec.op in ("sum", "prod") and jnp.issubdtype(
+            operand_type(eqn).dtype, jnp.inexact
+        )
+        if self.policy.deterministic and is_rounded and reason not in _UNORDERED_IS_FINE:
             raise ValueError(
                 f"{spec.name} over {spec.axes}: Policy(deterministic=True) needs an explicit order"
                 f" of summation, and no plan can give one here: {reason}"
@@ -172,6 +174,7 @@ class Rewriter:
             itemsize=dtype.itemsize,
             shapes=tuple(tuple(operand_type(e).shape) for e in eqns),
             platform=self.hardware.platform,
+            root=spec.root,
         )
         self._num_groups += 1
         topology = self.hardware.topology(scope.mesh)
