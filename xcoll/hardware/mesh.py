@@ -34,7 +34,7 @@ def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found |
     if platform == "tpu":
         coordinates, dimensions, count = _tpu(kind, flat)
     else:
-        hosts = [_host(d, platform) for d in flat]
+        hosts = _hosts(kind, flat)
         names = sorted(set(hosts))
         per_host = max(hosts.count(h) for h in names)
         if len(set(map(hosts.count, names))) > 1:
@@ -81,10 +81,17 @@ def _tpu(kind: str, flat: Sequence[Any]) -> tuple[np.ndarray[Any, Any], list[Dim
     return coordinates, [found.get(n) or _single(n) for n in names], len(slices)
 
 
-def _host(device: Any, platform: str) -> int:
-    # On GPU, jax numbers NVLink domains as slices; a node may run one process for each GPU.
-    slice_index = getattr(device, "slice_index", None) if platform == "gpu" else None
-    return int(device.process_index if slice_index is None else slice_index)
+def _hosts(kind: str, flat: Sequence[Any]) -> list[int]:
+    """Returns the number of each device's NVLink domain (GPU) or process (CPU)."""
+    processes = [int(d.process_index) for d in flat]
+    table = load(kind)
+    domains = [getattr(d, "slice_index", None) for d in flat]
+    if table["platform"] == "cpu" or None in domains:
+        return processes
+    # On GPU, jax numbers NVLink domains as slices, since a node may run one process for each GPU.
+    # A compile-only topology puts all nodes into one slice.
+    too_large = max(map(domains.count, set(domains))) > table["largest"]["value"]
+    return processes if too_large else [int(d) for d in domains if d is not None]
 
 
 def _local(hosts: Sequence[int]) -> list[int]:
@@ -132,31 +139,23 @@ def _axis(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[
     while done < size:
         moved = np.flatnonzero(line[done])
         if len(moved) != 1:
-            return _cycle(line, dimensions) if not levels else None
+            return _box(line, dimensions)
         k = int(moved[0])
         stride = int(line[done][k])
         count = 1
-        while (
-            (count + 1) * done <= size
-            and line[count * done][k] == count * stride
-            and np.count_nonzero(line[count * done]) == 1
-        ):
+        while (count + 1) * done <= size and _is_at(line[count * done], k, count * stride):
             count += 1
         while size % (done * count):
             count -= 1
         if count == 1:
-            return _cycle(line, dimensions)
-        # The digit repeats: position i is that of its high part plus that of its low part.
-        high, low = np.divmod(np.arange(done * count), done)
-        if not (line[: done * count] == line[low] + line[high * done]).all():
-            return _cycle(line, dimensions)
+            return _box(line, dimensions)
         levels.append(dimensions[k].level(count, abs(stride)))
         done *= count
-    high_done = math.prod(level.size for level in levels)
-    assert high_done == size
-    if not _is_mixed_radix(line, levels):
-        return _cycle(line, dimensions)
-    return tuple(levels)
+    return tuple(levels) if _is_mixed_radix(line, levels) else _box(line, dimensions)
+
+
+def _is_at(place: np.ndarray[Any, Any], k: int, distance: int) -> bool:
+    return bool(place[k] == distance and np.count_nonzero(place) == 1)
 
 
 def _is_mixed_radix(line: np.ndarray[Any, Any], levels: Sequence[Level]) -> bool:
@@ -169,21 +168,24 @@ def _is_mixed_radix(line: np.ndarray[Any, Any], levels: Sequence[Level]) -> bool
     return bool((total == line).all())
 
 
-def _cycle(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[Level, ...] | None:
-    """An axis that winds through a torus, as jax lays out small TPU slices."""
-    steps = np.abs(np.diff(line, axis=0, append=line[:1]))
-    used = [dimensions[int(k)] for k in np.flatnonzero(steps.any(axis=0))]
-    links = {dimension.link for dimension in used}
+def _box(line: np.ndarray[Any, Any], dimensions: Sequence[Dimension]) -> tuple[Level, ...] | None:
+    """Levels of a torus axis whose devices fill a box in an order of their own, else None.
+
+    jax winds small slices into a ring, or follows the trays of a host. XLA's collectives go by the
+    box, whatever the order in it.
+    """
+    used = [k for k in range(line.shape[1]) if len(np.unique(line[:, k])) > 1]
+    sizes = [len(np.unique(line[:, k])) for k in used]
+    spans = [int(np.ptp(line[:, k])) for k in used]
+    links = {dimensions[k].link for k in used}
+    if len(np.unique(line, axis=0)) != len(line) or math.prod(sizes) != len(line):
+        return None
     if len(links) != 1 or next(iter(links)).network != "torus":
         return None
-    if (steps[:-1].sum(axis=1) != 1).any():
-        return None
-    closed = bool(steps[-1].sum() == 1)
-    winding = Dimension(
-        name="winding",
-        size=len(line),
-        link=used[0].link,
-        shared_by=used[0].shared_by,
-        wrap=closed,
-    )
-    return (winding.level(len(line), 1),)
+    levels = []
+    for k, size, span in zip(used, sizes, spans, strict=True):
+        stride, rest = divmod(span, size - 1)
+        if rest:
+            return None
+        levels.append(dimensions[k].level(size, stride))
+    return tuple(reversed(levels))
