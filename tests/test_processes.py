@@ -1,0 +1,99 @@
+"""The pass on a mesh that spans two real processes: alike it runs, unlike it stops both."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import json, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+
+here, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, here, initialization_timeout=60)
+
+import xcoll
+
+axes = ("host", "device")
+mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), axes)
+spec = jax.NamedSharding(mesh, jax.P(axes))
+x = jax.make_array_from_callback((32,), spec, lambda i: np.arange(32, dtype=np.float32)[i])
+expected = np.arange(32, dtype=np.float32).reshape(4, 8).sum(0)
+results = {}
+
+
+def run(name, policy, **kwargs):
+    fn = jax.shard_map(lambda v: lax.psum(v, axes), mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    ours = xcoll.optimize(fn, policy=policy, **kwargs)
+    try:
+        out = np.asarray(jax.jit(ours)(x).addressable_shards[0].data)
+        plan = ours.reports[-1].sites[0].plan
+        results[name] = ["right" if (out == expected).all() else "wrong", plan.name, plan.reason]
+    except xcoll.PlanMismatchError as error:
+        results[name] = ["PlanMismatchError", str(error), ""]
+
+
+hierarchical = xcoll.Policy(algorithm=xcoll.algorithms.hierarchical("ring", "ring"))
+run("unknown network", None)
+run("alike", hierarchical)
+run("unlike", xcoll.Policy(algorithm="ring" if here else "tree"))
+run("after", None, topology="2*cpu:2@200Mbit")
+print("RESULTS" + json.dumps(results), flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What each process saw; both have ended."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    command = [sys.executable, "-c", WORKER]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(i), str(port)], env=environment, **pipes) for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=120) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    found = []
+    for p, (out, err) in zip(processes, outputs, strict=True):
+        assert p.returncode == 0, err
+        line = next(line for line in out.splitlines() if line.startswith("RESULTS"))
+        found.append(json.loads(line.removeprefix("RESULTS")))
+    return found
+
+
+def test_alike_runs_and_is_right(results):
+    for result in results:
+        assert result["alike"][:2] == ["right", "hierarchical(ring, ring)"]
+        assert result["after"][0] == "right"
+    assert results[0]["after"] == results[1]["after"]
+
+
+def test_unknown_network_is_native(results):
+    for result in results:
+        assert result["unknown network"][:2] == ["right", "native"]
+
+
+def test_unlike_is_an_error_on_both(results):
+    for result in results:
+        kind, message, _ = result["unlike"]
+        assert kind == "PlanMismatchError"
+        assert "ring" in message and "tree" in message
