@@ -16,7 +16,7 @@ LAYERS = (
     ("candidates", "planner"),
     ("lower", "payload", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
-    ("sites", "hints", "rewrite", "primitives", "report"),
+    ("sites", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),
     ("graphs", "transform", "hlo"),
     ("cli", "__init__"),

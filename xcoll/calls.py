@@ -39,6 +39,7 @@ class Call:
         self.axes = check_axes(name, axis_name)
         self.policy: Policy | None = None if policy is None else check_policy(name, policy)
         self.num_ranks = math.prod(jax.lax.axis_size(a) for a in self.axes)
+        self._collective = COLLECTIVE_OF[collective or name]
         self.check_algorithm(collective or name)
 
     def check_algorithm(self, collective: str) -> None:
@@ -110,7 +111,7 @@ class Call:
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
         if not is_traced or is_disabled():
             return fn(x)
-        return bind(fn, Region(self.policy, strict=self.policy is not None), x)
+        return bind(fn, Region(self.policy, strict=self._collective), x)
 
 
 def check_axes(name: str, axis_name: Any) -> tuple[str, ...]:

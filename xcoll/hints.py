@@ -20,12 +20,14 @@ _SCALING = frozenset(
         "mul",
         "neg",
         "pvary",
+        "reduce_sum",
         "reshape",
+        "slice",
         "squeeze",
         "transpose",
     }
 )
-"""Steps through which a summed value is followed."""
+"""Steps through which a summed value is followed: linear, and of one array."""
 
 
 def find_hints(jaxpr: core.Jaxpr) -> Iterator[str]:

@@ -34,14 +34,15 @@ class Region:
     Attributes:
       policy: what is permitted; None leaves it to the region around, if there is one.
       topology: what the user said of the hardware.
-      strict: what the policy's algorithm cannot do is an error.
+      strict: the collective (the schedules' name) for which it is an error that the policy's
+        algorithm cannot do it.
       sink: receives the report of each lowering; compared by identity.
       is_planned: the region around has planned it; nothing is left to do.
     """
 
     policy: Policy | None
     topology: Topology | str | None = None
-    strict: bool = False
+    strict: str | None = None
     sink: Callable[[Report], None] | None = None
     is_planned: bool = False
 

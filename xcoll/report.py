@@ -27,6 +27,7 @@ class Site:
       predicted_time_s: predicted time of one execution of the whole group; None where unknown.
       native_time_s: the same for XLA's own collective.
       wire_bytes: bytes that the busiest rank sends in one execution of the whole group, by axis.
+        For a kept site that was not grouped these are the site's own.
       kept_reason: why the program was left as it is here; None when rewritten.
       count: executions per call of the program; None where it cannot be known.
     """
@@ -40,6 +41,7 @@ class Site:
     plan: Plan | None = None
     kept_reason: str | None = None
     count: int | None = 1
+    sent: tuple[tuple[str, int], ...] = ()
 
     @property
     def predicted_time_s(self) -> float | None:
@@ -54,7 +56,7 @@ class Site:
     @property
     def wire_bytes(self) -> dict[str, int]:
         """Bytes sent by the busiest rank in one execution of the group, by axis."""
-        return dict(self.plan.wire_bytes) if self.plan else {}
+        return dict(self.sent)
 
     @property
     def is_rewritten(self) -> bool:
@@ -95,19 +97,20 @@ class Report:
     def wire_bytes(self) -> dict[str, int]:
         """Returns the bytes sent by the busiest rank per call of the program, by axis.
 
-        Groups in loops of unknown length are counted once.
+        Rewritten and kept sites alike. Groups in loops of unknown length are counted once.
         """
         total: dict[str, int] = {}
-        for group in self.groups():
-            for axis, num_bytes in group[0].wire_bytes.items():
-                total[axis] = total.get(axis, 0) + num_bytes * (group[0].count or 1)
+        ungrouped = [(site,) for site in self.sites if site.group is None]
+        for first, *_ in (*self.groups(), *ungrouped):
+            for axis, num_bytes in first.sent:
+                total[axis] = total.get(axis, 0) + num_bytes * (first.count or 1)
         return total
 
     def to_json(self) -> str:
         """Returns the report as JSON text."""
         sites = []
         for site in self.sites:
-            row = {k: v for k, v in asdict(site).items() if k != "plan"}
+            row = {k: v for k, v in asdict(site).items() if k not in ("plan", "sent")}
             row |= {
                 "plan": site.plan.name if site.plan else None,
                 "reason": site.plan.reason if site.plan else site.kept_reason,

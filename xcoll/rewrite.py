@@ -7,7 +7,6 @@ change: the new equation has the old ones' outputs.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,19 +17,30 @@ from jax.extend import core
 
 from xcoll import _compat
 from xcoll.errors import XcollWarning
+from xcoll.grouping import levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
 from xcoll.meshes import Hardware
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan as make_plan
 from xcoll.policy import Policy
 from xcoll.report import Report, Site
-from xcoll.sites import OPAQUE, REGION, Scope, Spec, enter, operand_bytes, operand_type, read
-from xcoll.stages import Member, stages_p
+from xcoll.sites import (
+    OPAQUE,
+    REGION,
+    Scope,
+    Spec,
+    enter,
+    is_plain,
+    operand_bytes,
+    operand_type,
+    permuted_bytes,
+    read,
+)
 
 INNER_REGION = "an inner policy or optimize has planned it already"
 EMPTY = "empty operand"
 NOT_SELECTED = "not selected by the policy's where"
-_UNORDERED_IS_FINE = (INNER_REGION, EMPTY, NOT_SELECTED)
+TOO_SMALL = "smaller than the policy's min_bytes"
 
 
 @dataclass
@@ -40,14 +50,15 @@ class Rewriter:
     Attributes:
       policy: what is permitted.
       hardware: what the meshes of the program lie on.
-      strict: what the policy's algorithm cannot do is an error, not kept native.
+      strict: the collective (the schedules' name) for which it is an error, rather than a reason
+        to keep it native, that the policy's algorithm cannot do it.
       sites: filled with every collective found.
       warnings: filled with what its author is likely not to want.
     """
 
     policy: Policy
     hardware: Hardware
-    strict: bool = False
+    strict: str | None = None
     sites: list[Site] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _done: dict[tuple[int, Scope], core.Jaxpr] = field(default_factory=dict)
@@ -56,7 +67,7 @@ class Rewriter:
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
-        new_eqns, levels = list(jaxpr.eqns), _levels(jaxpr)
+        new_eqns, levels = list(jaxpr.eqns), levels_of(jaxpr)
         found: dict[int, list[Site]] = {}
         groups: dict[tuple[Any, ...], list[tuple[int, Spec]]] = {}
         packs: list[list[int]] = []
@@ -67,10 +78,9 @@ class Rewriter:
             if spec is None:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
-            reason = spec.kept_reason or self._kept_by_policy(eqn, spec, scope)
+            reason = self._why_kept(eqn, spec, scope)
             if reason is not None:
-                self._refuse(eqn, spec, reason)
-                found[index] = [_site(eqn, spec, scope, reason)]
+                found[index] = [self._keep(eqn, spec, scope, reason)]
                 continue
             key = (spec, operand_type(eqn).dtype, levels[index])
             groups.setdefault(key, []).append((index, spec))
@@ -82,14 +92,14 @@ class Rewriter:
                 kept = plan.reason if plan.is_native else None
                 found[index] = [_site(eqn, spec, scope, kept, plan, number)]
             if not plan.is_native:
-                new_eqns[indices[-1]] = _packed(eqns, spec, plan)
+                new_eqns[indices[-1]] = pack_equations(eqns, spec, plan)
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
         for text in find_hints(jaxpr):
             self._warn(text)
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
             return jaxpr
-        return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=_sorted(new_eqns, packs)))
+        return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=sort_equations(new_eqns, packs)))
 
     def report(self) -> Report:
         """Returns what was found and done so far."""
@@ -134,38 +144,70 @@ class Rewriter:
             self._alive.append(jaxpr)
         return self._done[key]
 
-    def _kept_by_policy(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope) -> str | None:
-        sizes = scope.sizes()
-        if not all(axis in sizes for axis in spec.axes):
+    def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope) -> str | None:
+        """Returns the reason to leave a site as it is before any planning, or None."""
+        operand = operand_type(eqn)
+        if not all(axis in scope.sizes() for axis in spec.axes):
             return "its axis is no manual mesh axis (a named axis of vmap)"
+        if spec.kept_reason is not None:
+            return spec.kept_reason
         if scope.auto_axes:
             return (
                 f"the partitioner owns mesh axes {', '.join(scope.auto_axes)} here, and cutting the"
                 " operand could make it gather over them"
             )
-        if operand_type(eqn).size == 0:
+        if not is_plain(operand.dtype):
+            return f"dtype {operand.dtype} cannot be cut into bytes"
+        if operand.size == 0:
             return EMPTY
         if operand_bytes(eqn) < self.policy.min_bytes:
-            return f"smaller than the policy's min_bytes={self.policy.min_bytes}"
+            return f"{TOO_SMALL}={self.policy.min_bytes}"
         if self.policy.where is not None and not self.policy.where(_site(eqn, spec, scope)):
             return NOT_SELECTED
         return None
 
-    def _refuse(self, eqn: core.JaxprEqn, spec: Spec, reason: str) -> None:
-        """Raises where the policy demands an order of summation that a kept site cannot have."""
+    def _keep(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, reason: str) -> Site:
+        """Returns a kept site, with what XLA's own collective costs where that is known.
+
+        Raises:
+          ValueError: the policy demands what a kept site cannot have.
+        """
+        by_policy = reason in (EMPTY, NOT_SELECTED) or reason.startswith(TOO_SMALL)
         is_rounded = spec.op in ("sum", "prod") and jnp.issubdtype(
             operand_type(eqn).dtype, jnp.inexact
         )
-        if self.policy.deterministic and is_rounded and reason not in _UNORDERED_IS_FINE:
+        if self.policy.deterministic and is_rounded and reason != EMPTY:
             raise ValueError(
                 f"{spec.name} over {spec.axes}: Policy(deterministic=True) needs an explicit order"
                 f" of summation, and no plan can give one here: {reason}"
             )
+        forced = self.policy.forced(spec.name)
+        if self._is_strict(spec) and forced and forced.name != "native" and not by_policy:
+            raise ValueError(
+                f"{spec.name} over {spec.axes}: algorithm {forced} was asked for by name, and"
+                f" cannot be had here: {reason}"
+            )
+        plan = None
+        if reason == spec.kept_reason or not is_plain(operand_type(eqn).dtype):
+            sent = permuted_bytes(eqn, spec, scope) if spec.collective == "permute" else ()
+        elif all(axis in scope.sizes() for axis in spec.axes):
+            plan = make_plan(
+                self._request([eqn], spec, scope),
+                self.hardware.topology(scope.mesh),
+                Policy.native(),
+            )
+            sent = plan.wire_bytes
+        else:
+            sent = ()
+        return _site(eqn, spec, scope, reason, plan, sent=sent)
 
-    def _plan(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> tuple[Plan, int]:
+    def _is_strict(self, spec: Spec) -> bool:
+        return self.policy.by_name or self.strict == spec.collective
+
+    def _request(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> Request:
         sizes = scope.sizes()
         dtype = operand_type(eqns[0]).dtype
-        request = Request(
+        return Request(
             collective=spec.collective,
             op=spec.op,
             axes=spec.axes,
@@ -176,10 +218,16 @@ class Rewriter:
             platform=self.hardware.platform,
             root=spec.root,
         )
+
+    def _plan(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> tuple[Plan, int]:
         self._num_groups += 1
-        topology = self.hardware.topology(scope.mesh)
-        strict = self.strict or self.policy.by_name
-        return make_plan(request, topology, self.policy, strict=strict), self._num_groups - 1
+        plan = make_plan(
+            self._request(eqns, spec, scope),
+            self.hardware.topology(scope.mesh),
+            self.policy,
+            strict=self._is_strict(spec),
+        )
+        return plan, self._num_groups - 1
 
     def _warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -205,6 +253,7 @@ def _site(
     kept_reason: str | None = None,
     plan: Plan | None = None,
     group: int | None = None,
+    sent: tuple[tuple[str, int], ...] | None = None,
 ) -> Site:
     return Site(
         collective=spec.name,
@@ -216,73 +265,8 @@ def _site(
         plan=plan,
         kept_reason=kept_reason,
         count=scope.count,
+        sent=sent if sent is not None else plan.wire_bytes if plan else (),
     )
-
-
-def _levels(jaxpr: core.Jaxpr) -> list[int]:
-    """Returns for each equation how many collectives stand one behind the other before it.
-
-    Collectives of the same level cannot depend on each other, and packing by level cannot
-    make a cycle: every dependence between two collectives goes up.
-    """
-    depth: dict[Any, int] = {}
-    levels = []
-    for eqn in jaxpr.eqns:
-        level = max((depth.get(v, 0) for v in eqn.invars if isinstance(v, core.Var)), default=0)
-        levels.append(level)
-        after = level + (read(eqn) is not None)
-        for v in eqn.outvars:
-            depth[v] = after
-    return levels
-
-
-def _packed(eqns: list[core.JaxprEqn], spec: Spec, plan: Plan) -> core.JaxprEqn:
-    members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in eqns)
-    return core.new_jaxpr_eqn(
-        [e.invars[0] for e in eqns],
-        [e.outvars[0] for e in eqns],
-        stages_p,
-        dict(plan=plan, members=members, root=spec.root),
-        set().union(*(e.effects for e in eqns)),
-        eqns[0].source_info,
-        eqns[0].ctx,
-    )
-
-
-def _sorted(eqns: list[core.JaxprEqn], packs: list[list[int]]) -> list[core.JaxprEqn]:
-    """Returns the equations in an order that respects dependences, close to the old one.
-
-    Each pack stands at the index of its last member; the other members are gone. Equations
-    with effects beyond named axes keep their order.
-    """
-    gone = {i for pack in packs for i in pack[:-1]}
-    maker = {v: i for i, eqn in enumerate(eqns) if i not in gone for v in eqn.outvars}
-    waits: dict[int, set[int]] = {}
-    last_effect: int | None = None
-    for i, eqn in enumerate(eqns):
-        if i in gone:
-            continue
-        waits[i] = {maker[v] for v in eqn.invars if isinstance(v, core.Var) and v in maker}
-        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
-            if last_effect is not None:
-                waits[i].add(last_effect)
-            last_effect = i
-    users: dict[int, list[int]] = {}
-    for i, before in waits.items():
-        for b in before:
-            users.setdefault(b, []).append(i)
-    ready = [i for i, before in waits.items() if not before]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(eqns[i])
-        for user in users.get(i, ()):
-            waits[user].discard(i)
-            if not waits[user]:
-                heapq.heappush(ready, user)
-    assert len(order) == len(waits), "packing made a cycle"
-    return order
 
 
 def _differs(new: dict[str, Any], old: dict[str, Any]) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
@@ -180,3 +182,28 @@ def operand_bytes(eqn: core.JaxprEqn) -> int:
     """Returns the bytes per rank of an equation's operands."""
     types: list[Any] = [v.aval for v in eqn.invars]
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in types if hasattr(t, "shape"))
+
+
+def is_plain(dtype: Any) -> bool:
+    """Returns whether a dtype is a number or boolean of whole bytes.
+
+    >>> import jax
+    >>> is_plain(np.dtype("float32")), is_plain(jax.random.key(0).dtype), is_plain(jnp.int4)
+    (True, False, False)
+    """
+    if not any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_)):
+        return False
+    if jnp.issubdtype(dtype, np.bool_) or jnp.issubdtype(dtype, np.complexfloating):
+        return True
+    info = jnp.iinfo if jnp.issubdtype(dtype, np.integer) else jnp.finfo
+    return info(dtype).bits >= 8
+
+
+def permuted_bytes(eqn: core.JaxprEqn, spec: Spec, scope: Scope) -> tuple[tuple[str, int], ...]:
+    """Returns the bytes that the busiest rank of a permutation sends over each axis."""
+    sizes = [scope.sizes()[a] for a in spec.axes]
+    crossed = set()
+    for pair in eqn.params.get("perm", ()):
+        ends = np.unravel_index(np.array(pair), sizes)
+        crossed |= {a for a, (one, other) in zip(spec.axes, ends, strict=True) if one != other}
+    return tuple((a, operand_bytes(eqn)) for a in spec.axes if a in crossed)

@@ -1,0 +1,79 @@
+"""Grouping: which collectives can travel together, and where their common equation stands."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+from jax.extend import core
+
+from xcoll.plan import Plan
+from xcoll.sites import Spec, read
+from xcoll.stages import Member, stages_p
+
+
+def levels_of(jaxpr: core.Jaxpr) -> list[int]:
+    """Returns for each equation how many collectives stand one behind the other before it.
+
+    Collectives of the same level cannot depend on each other, and packing by level cannot
+    make a cycle: every dependence between two collectives goes up.
+    """
+    depth: dict[Any, int] = {}
+    levels = []
+    for eqn in jaxpr.eqns:
+        level = max((depth.get(v, 0) for v in eqn.invars if isinstance(v, core.Var)), default=0)
+        levels.append(level)
+        after = level + (read(eqn) is not None)
+        for v in eqn.outvars:
+            depth[v] = after
+    return levels
+
+
+def pack_equations(eqns: list[core.JaxprEqn], spec: Spec, plan: Plan) -> core.JaxprEqn:
+    """Returns one equation in the place of several: their operands, results and effects."""
+    members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in eqns)
+    return core.new_jaxpr_eqn(
+        [e.invars[0] for e in eqns],
+        [e.outvars[0] for e in eqns],
+        stages_p,
+        dict(plan=plan, members=members, root=spec.root),
+        set().union(*(e.effects for e in eqns)),
+        eqns[0].source_info,
+        eqns[0].ctx,
+    )
+
+
+def sort_equations(eqns: list[core.JaxprEqn], packs: list[list[int]]) -> list[core.JaxprEqn]:
+    """Returns the equations in an order that respects dependences, close to the old one.
+
+    Each pack stands at the index of its last member; the other members are gone. Equations
+    with effects beyond named axes keep their order.
+    """
+    gone = {i for pack in packs for i in pack[:-1]}
+    maker = {v: i for i, eqn in enumerate(eqns) if i not in gone for v in eqn.outvars}
+    waits: dict[int, set[int]] = {}
+    last_effect: int | None = None
+    for i, eqn in enumerate(eqns):
+        if i in gone:
+            continue
+        waits[i] = {maker[v] for v in eqn.invars if isinstance(v, core.Var) and v in maker}
+        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
+            if last_effect is not None:
+                waits[i].add(last_effect)
+            last_effect = i
+    users: dict[int, list[int]] = {}
+    for i, before in waits.items():
+        for b in before:
+            users.setdefault(b, []).append(i)
+    ready = [i for i, before in waits.items() if not before]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(eqns[i])
+        for user in users.get(i, ()):
+            waits[user].discard(i)
+            if not waits[user]:
+                heapq.heappush(ready, user)
+    assert len(order) == len(waits), "packing made a cycle"
+    return order
