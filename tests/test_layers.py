@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
-    ("errors", "_compat"),
+    ("errors", "units", "_compat"),
     ("policy", "topology", "hardware"),
     ("schedule", "proof", "plan", "ranks"),
     ("algorithms", "loads", "natives", "costmodel", "accounting", "simulate", "aot"),

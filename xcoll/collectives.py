@@ -107,9 +107,7 @@ def pmax(
     Returns:
       The maxima, replicated over the axes; exact. NaN where any rank has NaN.
     """
-    call = Call("pmax", axis_name, policy)
-    call.check_leaves(x, numbers=True)
-    return call.run(lambda x: lax.pmax(x, call.axes, axis_index_groups=axis_index_groups), x)
+    return _extreme("pmax", lax.pmax, x, axis_name, axis_index_groups, policy)
 
 
 def pmin(
@@ -126,9 +124,15 @@ def pmin(
     Returns:
       The minima, replicated over the axes; exact. NaN where any rank has NaN.
     """
-    call = Call("pmin", axis_name, policy)
+    return _extreme("pmin", lax.pmin, x, axis_name, axis_index_groups, policy)
+
+
+def _extreme(
+    name: str, reduce: Any, x: Any, axis_name: Axes, groups: Groups, policy: Policy | None
+) -> Any:
+    call = Call(name, axis_name, policy)
     call.check_leaves(x, numbers=True)
-    return call.run(lambda x: lax.pmin(x, call.axes, axis_index_groups=axis_index_groups), x)
+    return call.run(lambda x: reduce(x, call.axes, axis_index_groups=groups), x)
 
 
 def psum_scatter(

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from xcoll.plan import Plan
+from xcoll.units import readable_bytes, readable_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +161,14 @@ class Report:
             yield (
                 "-" if first.group is None else str(first.group),
                 first.collective + (f" x{len(sites)}" if len(sites) > 1 else ""),
-                f"{first.dtype}\n{format_bytes(sum(s.num_bytes for s in sites))}",
+                f"{first.dtype}\n{readable_bytes(sum(s.num_bytes for s in sites))}",
                 "\n".join(_sent(first)),
                 "?" if first.count is None else str(first.count),
                 first.plan.name.replace("(", "\n(", 1)
                 if first.plan and first.is_rewritten
                 else "kept",
-                format_time(first.predicted_time_s),
-                format_time(first.native_time_s),
+                readable_time(first.plan.predicted_time_ps if first.plan else None),
+                readable_time(first.plan.native_time_ps if first.plan else None),
                 lines[0].replace(":", "\n:")
                 + (f"\n+{len(lines) - 1} lines" if len(lines) > 1 else ""),
             )
@@ -207,33 +208,6 @@ _NO_SITES = (
 )
 
 
-def format_bytes(num_bytes: int) -> str:
-    """Returns a size for people.
-
-    >>> format_bytes(512), format_bytes(3 << 20)
-    ('512 B', '3.0 MiB')
-    """
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{num_bytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def format_time(seconds: float | None) -> str:
-    """Returns a time for people.
-
-    >>> format_time(0.0000123), format_time(1.5), format_time(None)
-    ('12.3 µs', '1.5 s', '-')
-    """
-    if seconds is None:
-        return "-"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
-
-
 def _seconds(picoseconds: int | None) -> float | None:
     return None if picoseconds is None else picoseconds * 1e-12
 
@@ -242,7 +216,7 @@ def _sent(site: Site) -> list[str]:
     """Returns a line an axis: its name and, where known, what the busiest rank sends over it."""
     sent = site.wire_bytes
     return [
-        f"{a} {format_bytes(sent[a])}" if a in sent else a
+        f"{a} {readable_bytes(sent[a])}" if a in sent else a
         for a in dict.fromkeys((*site.axes, *sent))
     ]
 
