@@ -1,5 +1,6 @@
 """The reader of compiled programs against programs whose collectives are known by hand."""
 
+import math
 import re
 from collections import Counter
 
@@ -154,6 +155,11 @@ def test_combined_operations_count_all_operands(name):
     assert sum(r.operand_bytes for r in rows) == 10 * 8 * 128 * 4
     assert len(rows) < 10
     assert {d for r in rows for d in r.dtypes} == {"f32", "s32"}
+    # CPU and TPU keep an operand for each sum; GPU lays them end to end.
+    elements = Counter()
+    for dtype, dims in (o for r in rows for o in r.operands):
+        elements[dtype] += math.prod(dims)
+    assert elements == {"f32": 9 * 1024, "s32": 1024}
 
 
 def test_what_the_tpu_compiler_overlaps_is_counted_once():
@@ -236,6 +242,24 @@ def test_transfers_between_slices(case):
     assert "dcn" in hlo.axes_of(sends[0], mesh)
     assert {r.num_devices for r in rows} == {4}, "a program numbers the devices of one slice"
     assert hlo.wire_bytes(program, mesh) == {"dcn": dcn * payload, "ici": ici * payload}
+
+
+def test_slices_that_do_different_things():
+    def fn(x):
+        return lax.ppermute(x, ("dcn", "ici"), [(0, 1), (1, 4), (5, 6)])
+
+    mesh = aot.mesh("2*v5e:2x2", (2, 4), ("dcn", "ici"))
+    program = compiled(fn, mesh, (64, 128))
+    rows = hlo.collectives(program)
+    inside = [r for r in rows if r.kind == "collective-permute"]
+    # Each slice branches to its own permute: 0 to 1 in the first, 5 to 6 (1 to 2) in the second.
+    assert {(r.slices, r.pairs, r.conditional) for r in inside} == {
+        ((0,), ((0, 1),), False),
+        ((1,), ((1, 2),), False),
+    }
+    assert [r.slices for r in rows if r not in inside] == [None, None]
+    sent = [send for r in rows for send in hlo.sends(r, mesh)]
+    assert sorted(sent) == [(0, 1, 32768), (1, 4, 32768), (5, 6, 32768)]
 
 
 def test_int8_between_slices():

@@ -10,7 +10,7 @@ import numpy as np
 
 from xcoll.hlo.reader import Collective, collectives
 
-_SLICE = 100_000  # libtpu numbers the devices of slice s from 100000 * s
+_SLICE = 100_000  # libtpu numbers the devices of slice s from 100000 * (s + 1)
 
 
 def axes_of(collective: Collective, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
@@ -154,10 +154,11 @@ def _groups(collective: Collective, mesh: jax.sharding.Mesh) -> list[tuple[int, 
         return [tuple(group) for group in found]
     slices: dict[int, list[int]] = {}
     for i, device in enumerate(devices):
-        slices.setdefault(device.id // _SLICE, []).append(i)
+        slices.setdefault(device.id // _SLICE - 1, []).append(i)
     if any(len(s) != collective.num_devices for s in slices.values()):
         raise ValueError(
             f"hlo: {collective.name} numbers {collective.num_devices} devices, but the mesh has"
             f" {len(devices)}; pass the mesh that the program was compiled for"
         )
-    return [tuple(s[i] for i in group) for s in slices.values() for group in found]
+    run = slices if collective.slices is None else collective.slices
+    return [tuple(slices[s][i] for i in group) for s in run for group in found]

@@ -58,10 +58,10 @@ def parse_transfer_target(text: str) -> tuple[Groups | None, Pairs | None]:
 
     Args:
       text: ``{{100000->200000},...}`` (pairs) or ``{{100000,200000},...}`` (groups), of device ids;
-        or ``"{1,2}x{0:3}"``: each device of a slice, from 0 to 3, with its like in slices 1 and 2.
+        or ``"{1,2}x{0:3}"``: each device of a slice, from 0 to 3, with its like in slices 0 and 1.
 
     Returns:
-      Groups and pairs, one of them None, of device ids (100000 * slice + number in the slice).
+      Groups and pairs, one of them None, of device ids (100000 * (slice + 1) + number in it).
 
     Raises:
       ValueError: the form is none of those.

@@ -50,15 +50,20 @@ def executions(module: Module) -> dict[str, int | None]:
 
 def conditional(module: Module) -> frozenset[str]:
     """Returns the computations that run only if a branch of a conditional is taken."""
-    found: set[str] = set()
-    pending = [callee for _, _, callee in _branches(module)]
-    while pending:
-        name = pending.pop()
-        if name in module.computations and name not in found:
-            found.add(name)
-            for instruction in module.computations[name].instructions.values():
-                pending += [callee for _, callee in instruction.calls()]
-    return frozenset(found)
+    return _reached(module, [c for _, c, by_slice in _branches(module) if not by_slice])
+
+
+def slices(module: Module) -> dict[str, tuple[int, ...]]:
+    """Returns, for the computations that only some TPU slices run, which slices those are.
+
+    Where slices differ in what they do, libtpu branches on the number of the slice.
+    """
+    found: dict[str, set[int]] = {}
+    for number, callee, by_slice in _branches(module):
+        if by_slice:
+            for name in _reached(module, [callee]):
+                found.setdefault(name, set()).add(number)
+    return {name: tuple(sorted(numbers)) for name, numbers in found.items()}
 
 
 def trip_count(module: Module, caller: str, loop: Instruction) -> int | None:
@@ -113,12 +118,29 @@ def _times(module: Module, caller: str, instruction: Instruction, key: str) -> i
     return 1
 
 
-def _branches(module: Module) -> Iterator[tuple[str, Instruction, str]]:
+def _branches(module: Module) -> Iterator[tuple[int, str, bool]]:
+    """Yields number and computation of each branch, and whether the slice's number selects it."""
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
             if instruction.opcode == "conditional":
-                for _, callee in instruction.calls():
-                    yield computation.name, instruction, callee
+                selector = computation.instructions[instruction.operands[0]]
+                while selector.opcode in (*_SAME, "convert"):
+                    selector = computation.instructions[selector.operands[0]]
+                by_slice = selector.attribute("custom_call_target") == '"SliceId"'
+                for number, (_, callee) in enumerate(instruction.calls()):
+                    yield number, callee, by_slice
+
+
+def _reached(module: Module, names: list[str]) -> frozenset[str]:
+    """Returns these computations and all that they call."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        if name in module.computations and name not in found:
+            found.add(name)
+            for instruction in module.computations[name].instructions.values():
+                names += [callee for _, callee in instruction.calls()]
+    return frozenset(found)
 
 
 def _trips(start: int, limit: int, step: int, direction: str) -> int | None:

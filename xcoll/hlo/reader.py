@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xcoll.hlo.groups import Groups, Pairs, parse_groups, parse_lists, parse_transfer_target
-from xcoll.hlo.loops import conditional, executions
+from xcoll.hlo.loops import conditional, executions, slices
 from xcoll.hlo.text import Instruction, Module, num_bytes, parse, program_text, shapes, walk
 
 KINDS = (
@@ -40,14 +40,15 @@ class Collective:
       name: the instruction's.
       kind: one of `KINDS`. An all-reduce that the TPU compiler has fused with the slicing of its
         result, so that it is carried out as a reduce-scatter, is one.
-      dtypes: of the operands, as HLO writes them (``"f32"``), each once; several where operations
-        were combined.
+      dtypes: of the operands, as HLO writes them (``"f32"``), each once.
       operand_bytes: bytes of all operands together, per device.
+      operands: dtype and dimensions of each operand; several where operations were combined.
       groups: devices that exchange data with each other, each group in rank order; None for pairs.
       pairs: ``(source, destination)``, for permutes; None for groups.
       executions: how often it runs in one execution of the program; None where that depends on a
         loop whose trip count the text does not show.
       conditional: it runs only if a branch is taken; ``executions`` counts it as taken.
+      slices: the TPU slices that run it, where not all do; else None.
       transfer: for a send or recv between TPU slices, the kind of collective that it carries out;
         else None.
       num_devices: devices that the program numbers. On several TPU slices a program numbers the
@@ -64,10 +65,12 @@ class Collective:
     kind: str
     dtypes: tuple[str, ...]
     operand_bytes: int
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
     groups: Groups | None
     pairs: Pairs | None
     executions: int | None
     conditional: bool = False
+    slices: tuple[int, ...] | None = None
     transfer: str | None = None
     num_devices: int
     computation: str
@@ -97,7 +100,7 @@ def collectives(program: Any) -> tuple[Collective, ...]:
       [('all-reduce', 32, ((0, 1), (2, 3)))]
     """
     module = parse(program_text(program))
-    counts, maybe = executions(module), conditional(module)
+    counts, maybe, some_slices = executions(module), conditional(module), slices(module)
     scattered = _scattered(module)
     rows: list[Collective] = []
     seen: set[tuple[str, str, str]] = set()
@@ -119,10 +122,12 @@ def collectives(program: Any) -> tuple[Collective, ...]:
                 kind=kind,
                 dtypes=tuple(dict.fromkeys(dtype for dtype, _ in operands)),
                 operand_bytes=sum(num_bytes(dtype, dims) for dtype, dims in operands),
+                operands=operands,
                 groups=groups,
                 pairs=pairs,
                 executions=counts[computation.name],
                 conditional=computation.name in maybe,
+                slices=some_slices.get(computation.name),
                 transfer=transfer,
                 num_devices=module.num_devices,
                 computation=computation.name,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
-from xcoll.hlo.text import Computation, Module, attribute_end, parse, program_text
+from xcoll.hlo.text import Computation, Instruction, Module, attribute_end, parse, program_text
 
 # Where the program came from, and hashes over that.
 _DROPPED = ("metadata", "original_value", "fingerprint_before_lhs")
@@ -80,18 +81,24 @@ def _body(
     computation: Computation, names: dict[str, str], numbers: dict[tuple[str, str], str]
 ) -> list[str]:
     prefix = names[computation.name]
-    local = {n: f"{prefix}.{number}" for number, n in enumerate(computation.instructions)}
+    # Parameters first: where they are printed among the others has no meaning, and varies.
+    ordered = sorted(computation.instructions.values(), key=_parameter_number)
+    local = {i.name: f"{prefix}.{number}" for number, i in enumerate(ordered)}
 
     def renamed(match: re.Match[str]) -> str:
         return "%" + local.get(match[1], names.get(match[1], match[1]))
 
     lines = []
-    for i in computation.instructions.values():
+    for i in ordered:
         root = "ROOT " if i.name == computation.root else ""
         attributes = re.sub(r"%([\w.\-]+)", renamed, _clean(i.attributes, numbers))
         arguments = re.sub(r"%([\w.\-]+)", renamed, i.arguments)
         lines.append(f"  {root}%{local[i.name]} = {i.type} {i.opcode}({arguments}){attributes}")
     return lines
+
+
+def _parameter_number(i: Instruction) -> float:
+    return int(i.arguments) if i.opcode == "parameter" else math.inf
 
 
 def _clean(attributes: str, numbers: dict[tuple[str, str], str]) -> str:
