@@ -479,3 +479,63 @@ def test_where_and_min_bytes():
 
 def optimized_report(fn, **kwargs):
     return xcoll.explain(fn, operand(), policy=xcoll.Policy(algorithm="ring", **kwargs))
+
+
+def test_without_jit_anywhere():
+    fn = shard(in_jit, False, out_specs=P())
+    ours = optimized(fn, "ring")
+    x = operand()
+    with jax.disable_jit():
+        np.testing.assert_array_equal(ours(x), np.asarray(x).reshape(8, 8, 3).sum(0))
+
+
+def test_inside_a_linear_solve():
+    def body(x):
+        def matvec(v):
+            return v + lax.psum(v, AXES) / 16
+
+        return lax.custom_linear_solve(
+            matvec, x, lambda _, b: b - lax.psum(b, AXES) / 24, symmetric=True
+        )
+
+    fn = shard(body, False)
+    x = operand()
+    ours = optimized(fn, "ring")
+    out = jax.jit(ours)(x)
+    np.testing.assert_allclose(out, jax.jit(fn)(x), rtol=1e-6, atol=1e-6)
+    assert ours.reports[-1].rewritten
+
+
+def test_functional_calls_inside_a_pass_take_its_policy_unless_they_have_their_own():
+    def body(x):
+        own = xcoll.psum(x, "device", policy=xcoll.Policy(algorithm="direct"))
+        return varying(own) + varying(xcoll.psum(2 * x, "device"))
+
+    fn = shard(body, True)
+    ours = optimized(fn, "ring")
+    x = operand()
+    np.testing.assert_array_equal(jax.jit(ours)(x), 3 * varied_sum(x))
+    kept, rewritten = sorted(ours.reports[-1].sites, key=lambda s: s.is_rewritten)
+    assert "inner policy" in kept.kept_reason and rewritten.plan.name == "ring"
+    text = jax.jit(ours).lower(x).as_text()
+    assert "all_to_all" in text and text.count("stablehlo.collective_permute") == 6
+
+
+def varied_sum(x):
+    blocks = np.asarray(x).reshape(2, 4, 8, -1)
+    return np.broadcast_to(blocks.sum(1, keepdims=True), blocks.shape).reshape(x.shape)
+
+
+def test_asked_for_by_name_is_never_silently_kept():
+    def grouped(x):
+        return lax.psum(x, "device", axis_index_groups=[[0, 1], [2, 3]])
+
+    fn = shard(grouped, False)
+    by_name = xcoll.Policy(algorithm={"psum": "ring"})
+    with pytest.raises(ValueError, match="asked for by name.*axis_index_groups"):
+        jax.jit(xcoll.optimize(fn, policy=by_name))(operand())
+    whole = optimized(fn, "ring")
+    jax.jit(whole)(operand())
+    assert "axis_index_groups" in whole.reports[-1].kept[0].kept_reason
+    with pytest.raises(ValueError, match="bruck"):
+        xcoll.explain(fn, operand(), policy=xcoll.Policy(algorithm={"psum": "bruck"}))

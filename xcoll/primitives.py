@@ -54,7 +54,8 @@ core.register_call_primitive_rules(region_p, name=REGION)
 @region_p.def_impl
 def _eager(*args: Any, **params: Any) -> Sequence[Any]:
     # Evaluated equation by equation, the collectives would run natively.
-    return jax.jit(partial(region_p.bind, **params))(*args)
+    with jax.disable_jit(False):
+        return jax.jit(partial(region_p.bind, **params))(*args)
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: core.Jaxpr, region: Region) -> Any:

@@ -127,7 +127,8 @@ class Rewriter:
             else:
                 items = list(params.get(key, eqn.params[key]))
                 items[index] = new
-                params[key] = type(eqn.params[key])(items)
+                kind = type(eqn.params[key])
+                params[key] = kind(*items) if hasattr(kind, "_fields") else kind(items)
         found = self.sites[start:]
         del self.sites[start:]
         if region is not None:
