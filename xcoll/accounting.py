@@ -99,6 +99,8 @@ def permutes_in_program(stages: Sequence[Stage]) -> int:
     """Returns how many permutes a plan writes into the program; loops count once."""
     total = 0
     for stage in stages:
+        if stage.choice.name == "native":
+            continue
         phases = stage_form(stage).phases
         looped = stage.choice.name in ("ring", "bidirectional_ring")
         total += sum(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 
 from xcoll.accounting import MAX_PERMUTES, permutes_in_program
 from xcoll.algorithms import ALGORITHMS
@@ -105,6 +106,23 @@ def splits(levels: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
         yield tuple(runs)
 
 
+def fastest_first(runs: Sequence[Run]) -> list[Run]:
+    """Returns runs of levels from the fastest to the slowest; alike ones stay, innermost first.
+
+    A hierarchy need not follow the numbering of the ranks, which may have the hosts inside.
+    """
+
+    def seconds_per_byte(run: Run) -> Fraction:
+        return max(
+            Fraction(0)
+            if digit.level.link.network == "memory"
+            else Fraction(digit.level.shared_by, digit.level.bandwidth_bytes_per_s)
+            for digit in run
+        )
+
+    return sorted(runs, key=seconds_per_byte)
+
+
 def span_of(request: Request, run: Sequence[Digit]) -> Span:
     """Returns the span of a run of neighbouring levels."""
     used = {digit.axis for digit in run}
@@ -157,7 +175,7 @@ def hierarchies(
     """
     cut = list(splits(levels_of(request, topology)))
     for runs in cut:
-        spans = [span_of(request, run) for run in runs]
+        spans = [span_of(request, run) for run in fastest_first(runs)]
         where = " over " + ", ".join(str(s.num_ranks) for s in spans) if len(cut) > 1 else ""
         options = [
             level_choices(request, position == len(spans) - 1) for position in range(len(spans))

@@ -14,22 +14,17 @@ References:
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
-from xcoll.hardware import figure
-from xcoll.loads import Load, loads, span_digits, twin_tree_loads
+from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
 from xcoll.plan import Span, Stage
 from xcoll.policy import Choice
-from xcoll.schedule import ClosedForm, Phase, ShuffleStep, slot_elements
+from xcoll.runs import run_ps, runs
+from xcoll.schedule import ClosedForm, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
-
-_PAIRWISE_MAX_RANKS = 256
-"""Up to this many ranks, every turn of a pairwise exchange is priced by itself."""
 
 NATIVE_AS = {
     "broadcast": "all_reduce",
@@ -156,8 +151,15 @@ class Pricer:
         slot_bytes = operand.slot_elements * self.itemsize
         form = stage_form(stage)
         local = _shuffles(stage.choice, stage.collective) * form.num_slots * slot_bytes
-        return transfer_ps(local, device.copy_bytes_per_s) + sum(
-            phase_ps(device, digits, stage.choice, phase, slot_bytes) for phase in form.phases
+        time = transfer_ps(local, device.copy_bytes_per_s)
+        for phase in form.phases:
+            num_bytes = phase.slots * slot_bytes
+            if phase.kind == "fold":
+                time += transfer_ps(num_bytes, device.copy_bytes_per_s)
+            elif phase.kind != "permute":
+                time += native_ps(device, digits, phase.kind, num_bytes)
+        return time + sum(
+            run_ps(device, digits, run, stage.choice, slot_bytes) for run in runs(stage, form)
         )
 
 
@@ -172,98 +174,3 @@ def _shuffles(choice: Choice, collective: str) -> int:
 def packing_ps(device: Device, num_bytes: int) -> int:
     """Returns the time to put the sites of a group into one buffer, and to take them out."""
     return 2 * transfer_ps(num_bytes, device.copy_bytes_per_s)
-
-
-def phase_ps(
-    device: Device, digits: tuple[Digit, ...], choice: Choice, phase: Phase, slot_bytes: int
-) -> int:
-    """Returns the predicted time of a run of alike steps of an algorithm."""
-    num_bytes = phase.slots * slot_bytes
-    if phase.kind == "fold":
-        return transfer_ps(num_bytes, device.copy_bytes_per_s)
-    if phase.kind != "permute":
-        return native_ps(device, digits, phase.kind, num_bytes)
-    # Hosts copy every message, and start permutes one after another.
-    starts, passes = (phase.lanes, 1) if device.platform == "cpu" else (1, 3 if phase.reduce else 2)
-    work = transfer_ps(phase.lanes * num_bytes * passes, device.memory_bytes_per_s)
-    time = phase.steps * (starts * device.step_ps + work)
-    ranks = math.prod(digit.level.size for digit in digits)
-    if choice.name == "double_tree":
-        # Some edges of the two trees are each other's reverse.
-        swap = replace(phase, pattern="exchange", distance=1)
-        on_links = list(twin_tree_loads(digits))
-        return time + phase.steps * _links_ps(device, on_links, (swap,), num_bytes, ranks)
-    for count, parts in _written_out(choice, phase, ranks):
-        on_links = [load for part in parts for load in loads(digits, part)]
-        time += count * _links_ps(device, on_links, parts, num_bytes, ranks)
-    return time
-
-
-def _written_out(
-    choice: Choice, phase: Phase, ranks: int
-) -> Iterator[tuple[int, tuple[Phase, ...]]]:
-    """Yields how many steps of a phase have the same traffic, and that traffic, summed.
-
-    The closed forms keep one distance for all children of a k-nomial tree, and for all turns of a
-    pairwise exchange.
-    """
-    if choice.name == "pairwise":
-        # Beyond that, every step is priced like the farthest.
-        every = range(1, ranks) if ranks <= _PAIRWISE_MAX_RANKS else [ranks // 2] * phase.steps
-        for distance, steps in Counter(every).items():
-            yield steps, (replace(phase, distance=distance),)
-    elif choice.name == "tree":
-        block = dict(choice.options).get("radix", 2) * phase.distance
-        children = [
-            replace(phase, lanes=1, distance=child * phase.distance, block=block)
-            for child in range(1, phase.steps * phase.lanes + 1)
-        ]
-        if phase.lanes > 1:
-            yield phase.steps, tuple(children)
-        else:
-            yield from ((1, (child,)) for child in children)
-    elif choice.name == "torus":
-        # Each part is on an axis of its own, so that lanes do not share links.
-        yield phase.steps, (replace(phase, lanes=1),)
-    else:
-        yield phase.steps, (phase,)
-
-
-def _links_ps(
-    device: Device, on_links: Sequence[Load], parts: Sequence[Phase], num_bytes: int, ranks: int
-) -> int:
-    """Returns the time of one step on its busiest level."""
-    wire = across = along = 0
-    for level in {load.digit.level.dimension: load.digit.level for load in on_links}.values():
-        mine = [load for load in on_links if load.digit.level.dimension == level.dimension]
-        messages: dict[Digit, int] = {}
-        for load in mine:
-            before = messages.get(load.digit, 0)
-            together = before + load.messages if len(parts) > 1 else max(before, load.messages)
-            messages[load.digit] = together
-        time = transfer_ps(max(messages.values()) * num_bytes, level.bandwidth_bytes_per_s)
-        if device.platform == "cpu":
-            time = time * max(_duplex(mine[0].digit, part, ranks) for part in parts) // 100
-        wire = max(wire, time)
-        latency = max(load.hops for load in mine) * level.link.latency_ps
-        if level.link.network == "torus":
-            # A message turns from one dimension into the next.
-            along += latency
-        else:
-            across = max(across, latency)
-    return wire + max(across, along) + start_ps(device)
-
-
-def start_ps(device: Device) -> int:
-    """Returns what a permute costs beyond the start of an operation: NCCL's own start on a GPU."""
-    return int(figure("nccl", "base_ring")[0]) * 1000 if device.platform == "gpu" else 0
-
-
-def _duplex(digit: Digit, phase: Phase, ranks: int) -> int:
-    """Percent of a full-duplex transfer's time that Gloo takes between these hosts."""
-    # What the ranks beyond a power of two hand over goes one way.
-    swaps = phase.pattern == "exchange" and 2 * phase.distance <= ranks
-    if phase.pattern == "shift":
-        block = phase.block or digit.stride * digit.level.size
-        swaps = 2 * phase.distance == block and phase.distance >= digit.stride
-    return int(figure("cpu", "duplex_swap" if swaps else "duplex_ring"))

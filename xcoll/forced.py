@@ -9,6 +9,7 @@ from xcoll.candidates import (
     axis_spans,
     compose,
     does,
+    fastest_first,
     span_of,
     whole_span,
 )
@@ -51,7 +52,7 @@ def forced_stages(request: Request, topology: Topology, choice: Choice) -> tuple
 
 
 def level_spans(request: Request, topology: Topology, at_least: int = 2) -> tuple[Span, ...]:
-    """Returns the spans of a hierarchy's levels, innermost first.
+    """Returns the spans of a hierarchy's levels, the fastest links first.
 
     One for each kind of link; where that makes fewer than ``at_least``, one for each mesh axis.
     """
@@ -64,7 +65,7 @@ def level_spans(request: Request, topology: Topology, at_least: int = 2) -> tupl
             runs[-1] = (*runs[-1], digit)
         else:
             runs.append((digit,))
-    by_link = tuple(span_of(request, run) for run in runs)
+    by_link = tuple(span_of(request, run) for run in fastest_first(runs))
     return by_axis if len(by_link) < min(at_least, len(by_axis)) else by_link
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xcoll.costmodel import start_ps
 from xcoll.hardware import figure
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
 from xcoll.plan import Span
+from xcoll.runs import start_ps
 from xcoll.schedule import FoldStep, Lane, NativeStep, PermuteStep, Repeat, Schedule, ShuffleStep
 from xcoll.topology import Level, Topology
 

@@ -1,0 +1,183 @@
+"""Prices the permutes of an algorithm: runs of steps with the same traffic."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from xcoll.hardware import figure
+from xcoll.loads import Load, loads, twin_tree_loads
+from xcoll.natives import transfer_ps
+from xcoll.plan import Stage
+from xcoll.policy import Choice
+from xcoll.schedule import ClosedForm, Phase
+from xcoll.topology import Device, Digit
+
+_PAIRWISE_MAX_RANKS = 256
+"""Up to this many ranks, every turn of a pairwise exchange is priced by itself."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps that are alike.
+
+    Attributes:
+      steps: how many.
+      parts: what moves in each of them at the same time.
+    """
+
+    steps: int
+    parts: tuple[Phase, ...]
+
+
+def runs(stage: Stage, form: ClosedForm) -> Iterator[Run]:
+    """Yields the permutes of a stage.
+
+    Closed forms keep one distance for all children of a k-nomial tree, for all turns of a pairwise
+    exchange, and for all axes of a torus; they are written out here.
+    """
+    name, ranks = stage.choice.name, stage.span.num_ranks
+    if name == "torus":
+        yield from _torus(stage.collective, stage.dims)
+        return
+    for phase in form.phases:
+        if phase.kind != "permute":
+            continue
+        if name == "pairwise":
+            # Beyond that, every step is priced like the farthest.
+            few = ranks <= _PAIRWISE_MAX_RANKS
+            for distance, steps in Counter(
+                range(1, ranks) if few else [ranks // 2] * phase.steps
+            ).items():
+                yield Run(steps, (replace(phase, distance=distance),))
+        elif name == "tree":
+            radix = dict(stage.choice.options).get("radix", 2)
+            children = tuple(
+                replace(
+                    phase,
+                    steps=1,
+                    lanes=1,
+                    distance=child * phase.distance,
+                    block=radix * phase.distance,
+                )
+                for child in range(1, phase.steps * phase.lanes + 1)
+            )
+            if phase.lanes > 1:
+                yield Run(phase.steps, children)
+            else:
+                yield from (Run(1, (child,)) for child in children)
+        else:
+            yield Run(phase.steps, (phase,))
+
+
+def _torus(collective: str, dims: tuple[int, ...]) -> Iterator[Run]:
+    """Yields the runs of rings over several axes, each part of the payload on its own order."""
+    axes = [axis for axis, size in enumerate(dims) if size > 1]
+    ends: list[list[tuple[int, Phase]]] = []
+    for first in range(len(axes)):
+        rest, end, phases = math.prod(dims), 0, []
+        for axis in axes[first:] + axes[:first]:
+            rest //= dims[axis]
+            end += dims[axis] - 1
+            stride = math.prod(dims[axis + 1 :])
+            phases.append((end, Phase(1, rest, distance=stride, block=stride * dims[axis])))
+        ends.append(phases)
+    scatters: list[Run] = []
+    before = 0
+    for end in sorted({end for phases in ends for end, _ in phases}):
+        parts = tuple(next(p for last, p in phases if last >= end) for phases in ends)
+        scatters.append(Run(end - before, parts))
+        before = end
+    if collective != "all_gather":
+        for run in scatters:
+            yield Run(run.steps, tuple(replace(part, reduce=True) for part in run.parts))
+    if collective != "reduce_scatter":
+        yield from reversed(scatters)
+
+
+def run_ps(
+    device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice, slot_bytes: int
+) -> int:
+    """Returns the predicted time of a run of steps.
+
+    Args:
+      device: the devices.
+      digits: the levels the ranks lie on, innermost first.
+      run: the steps.
+      choice: the algorithm they belong to.
+      slot_bytes: bytes of a slot.
+    """
+    lanes = sum(part.lanes for part in run.parts)
+    num_bytes = sum(part.lanes * part.slots for part in run.parts) * slot_bytes
+    if device.platform == "cpu":
+        # Hosts copy every message, and start permutes one after another.
+        starts, passes = lanes, 1
+    else:
+        starts, passes = 1, 3 if run.parts[0].reduce else 2
+    work = transfer_ps(num_bytes * passes, device.memory_bytes_per_s)
+    links = _links_ps(device, digits, run, choice, slot_bytes)
+    return run.steps * (starts * device.step_ps + start_ps(device) + links + work)
+
+
+def _links_ps(
+    device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice, slot_bytes: int
+) -> int:
+    """Returns the time of one step on its busiest level, with the latency of its longest way."""
+    ranks = math.prod(digit.level.size for digit in digits)
+    sent: dict[Digit, int] = {}
+    percent: dict[Digit, int] = {}
+    latency = 0
+    for part in run.parts:
+        busiest: dict[Digit, int] = {}
+        hops: dict[Digit, int] = {}
+        for load in _traffic(choice, digits, part):
+            digit = load.digit
+            busiest[digit] = max(busiest.get(digit, 0), load.messages)
+            hops[digit] = max(hops.get(digit, 0), load.hops)
+        for digit, messages in busiest.items():
+            sent[digit] = sent.get(digit, 0) + messages * part.slots * slot_bytes
+            if device.platform == "cpu":
+                swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
+                percent[digit] = max(percent.get(digit, 0), _duplex(swap))
+        along = 0
+        for digit, number in hops.items():
+            link = digit.level.link
+            if link.network == "torus":
+                # A message turns from one dimension into the next.
+                along += number * link.latency_ps
+            else:
+                latency = max(latency, number * link.latency_ps)
+        latency = max(latency, along)
+    wire = 0
+    for digit, num_bytes in sent.items():
+        time = transfer_ps(num_bytes, digit.level.bandwidth_bytes_per_s)
+        wire = max(wire, time * percent.get(digit, 100) // 100)
+    return wire + latency
+
+
+def _traffic(choice: Choice, digits: tuple[Digit, ...], part: Phase) -> Iterator[Load]:
+    return twin_tree_loads(digits) if choice.name == "double_tree" else loads(digits, part)
+
+
+def start_ps(device: Device) -> int:
+    """Returns what a permute costs beyond the start of an operation: NCCL's own start on a GPU."""
+    return int(figure("nccl", "base_ring")[0]) * 1000 if device.platform == "gpu" else 0
+
+
+def _is_swap(digit: Digit, phase: Phase, ranks: int) -> bool:
+    """Whether hosts exchange over one connection, which Gloo does one way at a time.
+
+    Some edges of a double tree do as well; they are each other's reverse.
+    """
+    if phase.pattern == "shift":
+        block = phase.block or digit.stride * digit.level.size
+        return 2 * phase.distance == block and phase.distance >= digit.stride
+    # What the ranks beyond a power of two hand over goes one way.
+    return phase.pattern == "exchange" and 2 * phase.distance <= ranks
+
+
+def _duplex(is_swap: bool) -> int:
+    """Percent of a full-duplex transfer's time."""
+    return int(figure("cpu", "duplex_swap" if is_swap else "duplex_ring"))
