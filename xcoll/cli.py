@@ -177,7 +177,7 @@ def read_choice(text: str) -> Choice:
     """
     try:
         return _choice(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, AttributeError):
+    except (SyntaxError, TypeError, ValueError):
         raise ValueError(
             f"--algorithm {text}: write a name, with options in brackets: ring, tree(radix=4),"
             " hierarchical(native, ring)"

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
-from xcoll.plan import Span, Stage
+from xcoll.plan import Stage
 from xcoll.policy import Choice
-from xcoll.runs import run_ps, runs
+from xcoll.runs import Load, load_of, runs
 from xcoll.schedule import ClosedForm, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
 
@@ -119,8 +119,8 @@ class Pricer:
         self.topology = topology
         self.device = topology.device
         self.itemsize = itemsize
-        self._digits: dict[Span, tuple[Digit, ...]] = {}
         self._stages: dict[tuple[Stage, Operand], int] = {}
+        self._shapes = _shapes_on(topology)
 
     def plan_ps(self, collective: str, stages: Sequence[Stage], num_elements: int) -> int:
         """Returns the predicted time of a plan.
@@ -142,25 +142,58 @@ class Pricer:
 
     def _stage_ps(self, stage: Stage, operand: Operand) -> int:
         device = self.device
-        digits = self._digits.get(stage.span)
-        if digits is None:
-            digits = self._digits[stage.span] = span_digits(self.topology, stage.span)
+        shape = self._shapes.get(stage)
+        if shape is None:
+            shape = self._shapes[stage] = _shape(self.topology, device, stage)
         if stage.choice.name == "native":
             collective = native_as(stage.collective, device.platform)
-            return native_ps(device, digits, collective, operand.num_elements * self.itemsize)
+            return native_ps(device, shape.digits, collective, operand.num_elements * self.itemsize)
         slot_bytes = operand.slot_elements * self.itemsize
-        form = stage_form(stage)
-        local = _shuffles(stage.choice, stage.collective) * form.num_slots * slot_bytes
-        time = transfer_ps(local, device.copy_bytes_per_s)
-        for phase in form.phases:
-            num_bytes = phase.slots * slot_bytes
-            if phase.kind == "fold":
-                time += transfer_ps(num_bytes, device.copy_bytes_per_s)
-            elif phase.kind != "permute":
-                time += native_ps(device, digits, phase.kind, num_bytes)
-        return time + sum(
-            run_ps(device, digits, run, stage.choice, slot_bytes) for run in runs(stage, form)
-        )
+        time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
+        for collective, slots in shape.natives:
+            time += native_ps(device, shape.digits, collective, slots * slot_bytes)
+        return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a stage does on a topology, whatever its payload.
+
+    Attributes:
+      digits: the levels its ranks lie on.
+      local_slots: slots that are folded or reordered by the device alone.
+      natives: XLA's collectives in it, and the slots of their operands.
+      loads: its permutes.
+    """
+
+    digits: tuple[Digit, ...]
+    local_slots: int
+    natives: tuple[tuple[str, int], ...]
+    loads: tuple[Load, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes_on(topology: Topology) -> dict[Stage, _Shape]:
+    """Returns the shapes found so far for a topology, shared by all requests."""
+    return {}
+
+
+def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
+    digits = span_digits(topology, stage.span)
+    if stage.choice.name == "native":
+        return _Shape(digits, 0, (), ())
+    form = stage_form(stage)
+    folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
+    return _Shape(
+        digits=digits,
+        local_slots=folds + _shuffles(stage.choice, stage.collective) * form.num_slots,
+        natives=tuple(
+            (phase.kind, phase.slots)
+            for phase in form.phases
+            if phase.kind not in ("fold", "permute")
+        ),
+        loads=tuple(load_of(device, digits, run, stage.choice) for run in runs(stage, form)),
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from xcoll.topology import Digit, Topology
 
 
 @dataclass(frozen=True)
-class Load:
+class OnLink:
     """What a step puts on one level.
 
     Attributes:
@@ -54,7 +54,7 @@ def _join(low: Digit, high: Digit) -> Digit | None:
     return replace(low, level=replace(a, size=a.size * b.size))
 
 
-def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[Load]:
+def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[OnLink]:
     """Yields what one step of ``phase`` puts on each level that has wires.
 
     All ranks of the span, and all the other spans of the mesh, do the step at the same time.
@@ -79,10 +79,10 @@ def loads(digits: tuple[Digit, ...], phase: Phase) -> Iterator[Load]:
                 messages *= passing
             if phase.lanes > 1 and not _both_ways(digit, phase):
                 messages *= phase.lanes
-            yield Load(digit, messages, hops)
+            yield OnLink(digit, messages, hops)
 
 
-def twin_tree_loads(digits: tuple[Digit, ...]) -> Iterator[Load]:
+def twin_tree_loads(digits: tuple[Digit, ...]) -> Iterator[OnLink]:
     """Yields the same for a step of the pipelined double tree, whose closed form has no distances.
 
     The edges of all depths are in use at the same time. Two of them lead out of a block of ranks;
@@ -100,7 +100,7 @@ def twin_tree_loads(digits: tuple[Digit, ...]) -> Iterator[Load]:
         if level.link.network == "torus":
             messages *= ((ranks - 1).bit_length() // 2 + 1) * level.stride
             hops = max(1, level.size // 2 if level.is_ring else level.size - 1) * level.stride
-        yield Load(digit, messages, hops)
+        yield OnLink(digit, messages, hops)
 
 
 def _moves(digit: Digit, phase: Phase, ranks: int) -> tuple[tuple[int, int], ...]:

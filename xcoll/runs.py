@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from xcoll.hardware import figure
-from xcoll.loads import Load, loads, twin_tree_loads
+from xcoll.loads import OnLink, loads, twin_tree_loads
 from xcoll.natives import transfer_ps
 from xcoll.plan import Stage
 from xcoll.policy import Choice
@@ -46,12 +45,12 @@ def runs(stage: Stage, form: ClosedForm) -> Iterator[Run]:
         if phase.kind != "permute":
             continue
         if name == "pairwise":
-            # Beyond that, every step is priced like the farthest.
-            few = ranks <= _PAIRWISE_MAX_RANKS
-            for distance, steps in Counter(
-                range(1, ranks) if few else [ranks // 2] * phase.steps
-            ).items():
-                yield Run(steps, (replace(phase, distance=distance),))
+            if ranks > _PAIRWISE_MAX_RANKS:
+                # Every step is priced like the farthest.
+                yield Run(phase.steps, (replace(phase, distance=ranks // 2),))
+                continue
+            for distance in range(1, ranks):
+                yield Run(1, (replace(phase, distance=distance),))
         elif name == "tree":
             radix = dict(stage.choice.options).get("radix", 2)
             children = tuple(
@@ -97,67 +96,87 @@ def _torus(collective: str, dims: tuple[int, ...]) -> Iterator[Run]:
         yield from reversed(scatters)
 
 
-def run_ps(
-    device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice, slot_bytes: int
-) -> int:
-    """Returns the predicted time of a run of steps.
+@dataclass(frozen=True)
+class Load:
+    """What a run of steps takes, for any size of a slot.
+
+    Attributes:
+      steps: how many.
+      fixed_ps: start and latency of each.
+      wires: for each level, slots on its busiest link, its bytes a second, and percent of the time
+        that a full-duplex transfer takes.
+      worked_slots: slots that pass the device's memory.
+    """
+
+    steps: int
+    fixed_ps: int
+    wires: tuple[tuple[int, int, int], ...]
+    worked_slots: int
+
+    def time_ps(self, device: Device, slot_bytes: int) -> int:
+        """Returns the predicted time of all steps."""
+        wire = 0
+        for slots, bandwidth, percent in self.wires:
+            wire = max(wire, transfer_ps(slots * slot_bytes, bandwidth) * percent // 100)
+        work = transfer_ps(self.worked_slots * slot_bytes, device.memory_bytes_per_s)
+        return self.steps * (self.fixed_ps + wire + work)
+
+
+def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice) -> Load:
+    """Returns what a run of steps takes.
 
     Args:
       device: the devices.
       digits: the levels the ranks lie on, innermost first.
       run: the steps.
       choice: the algorithm they belong to.
-      slot_bytes: bytes of a slot.
     """
+    ranks = math.prod(digit.level.size for digit in digits)
+    sent: dict[int, int] = {}
+    percent: dict[int, int] = {}
+    latency = 0
+    # Levels are told apart by their stride among the ranks.
+    by_stride = {digit.stride: digit for digit in digits}
+    for part in run.parts:
+        busiest: dict[int, int] = {}
+        hops: dict[int, int] = {}
+        for on_link in _traffic(choice, digits, part):
+            at = on_link.digit.stride
+            busiest[at] = max(busiest.get(at, 0), on_link.messages)
+            hops[at] = max(hops.get(at, 0), on_link.hops)
+        along = 0
+        for at, messages in busiest.items():
+            digit = by_stride[at]
+            link = digit.level.link
+            sent[at] = sent.get(at, 0) + messages * part.slots
+            if device.platform == "cpu":
+                swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
+                percent[at] = max(percent.get(at, 0), _duplex(swap))
+            if link.network == "torus":
+                # A message turns from one dimension into the next.
+                along += hops[at] * link.latency_ps
+            else:
+                latency = max(latency, hops[at] * link.latency_ps)
+        latency = max(latency, along)
     lanes = sum(part.lanes for part in run.parts)
-    num_bytes = sum(part.lanes * part.slots for part in run.parts) * slot_bytes
+    slots = sum(part.lanes * part.slots for part in run.parts)
     if device.platform == "cpu":
         # Hosts copy every message, and start permutes one after another.
         starts, passes = lanes, 1
     else:
         starts, passes = 1, 3 if run.parts[0].reduce else 2
-    work = transfer_ps(num_bytes * passes, device.memory_bytes_per_s)
-    links = _links_ps(device, digits, run, choice, slot_bytes)
-    return run.steps * (starts * device.step_ps + start_ps(device) + links + work)
+    return Load(
+        steps=run.steps,
+        fixed_ps=starts * device.step_ps + start_ps(device) + latency,
+        wires=tuple(
+            (slots, by_stride[at].level.bandwidth_bytes_per_s, percent.get(at, 100))
+            for at, slots in sent.items()
+        ),
+        worked_slots=slots * passes,
+    )
 
 
-def _links_ps(
-    device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice, slot_bytes: int
-) -> int:
-    """Returns the time of one step on its busiest level, with the latency of its longest way."""
-    ranks = math.prod(digit.level.size for digit in digits)
-    sent: dict[Digit, int] = {}
-    percent: dict[Digit, int] = {}
-    latency = 0
-    for part in run.parts:
-        busiest: dict[Digit, int] = {}
-        hops: dict[Digit, int] = {}
-        for load in _traffic(choice, digits, part):
-            digit = load.digit
-            busiest[digit] = max(busiest.get(digit, 0), load.messages)
-            hops[digit] = max(hops.get(digit, 0), load.hops)
-        for digit, messages in busiest.items():
-            sent[digit] = sent.get(digit, 0) + messages * part.slots * slot_bytes
-            if device.platform == "cpu":
-                swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
-                percent[digit] = max(percent.get(digit, 0), _duplex(swap))
-        along = 0
-        for digit, number in hops.items():
-            link = digit.level.link
-            if link.network == "torus":
-                # A message turns from one dimension into the next.
-                along += number * link.latency_ps
-            else:
-                latency = max(latency, number * link.latency_ps)
-        latency = max(latency, along)
-    wire = 0
-    for digit, num_bytes in sent.items():
-        time = transfer_ps(num_bytes, digit.level.bandwidth_bytes_per_s)
-        wire = max(wire, time * percent.get(digit, 100) // 100)
-    return wire + latency
-
-
-def _traffic(choice: Choice, digits: tuple[Digit, ...], part: Phase) -> Iterator[Load]:
+def _traffic(choice: Choice, digits: tuple[Digit, ...], part: Phase) -> Iterator[OnLink]:
     return twin_tree_loads(digits) if choice.name == "double_tree" else loads(digits, part)
 
 

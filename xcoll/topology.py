@@ -202,6 +202,10 @@ class Topology:
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as err:
             raise ValueError(f"Topology.from_json: not a topology by to_json: {err}") from err
 
+    def __hash__(self) -> int:
+        # Topologies are keys of caches, and this hash is computed once.
+        return hash(self.fingerprint)
+
     def __str__(self) -> str:
         lines = [self.name + (f": {self.why_unknown}" if self.why_unknown else "")]
         for axis in self.axes:

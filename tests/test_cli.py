@@ -1,0 +1,158 @@
+"""The command line: tables, JSON, and one line for what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from xcoll.cli import main, read_choice
+from xcoll.plan import Plan
+from xcoll.policy import Choice
+
+HOSTS = ["--topology", "2*cpu:4@200Mbit", "--axes", "host=2,device=4"]
+SIXTEEN = ["--bytes", "16MiB", "--dtype", "float32"]
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_table_of_the_plan_and_of_what_it_beat(capsys):
+    code, out, err = run(capsys, "plan", "all_reduce", *SIXTEEN, *HOSTS)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    (chosen,) = [line for line in lines if "> hierarchical(native, native)" in line]
+    assert "faster than native" in chosen
+    (native,) = [line for line in lines if line.startswith("│ native ")]
+    assert "28 MiB" in native, "bytes over each axis"
+    assert sum("halving_doubling" in line for line in lines) >= 1
+    assert "network of 2" in out, "the topology is shown"
+    assert "all_reduce over 2 ranks of host" in out, "the stages are shown"
+
+
+def test_json_is_a_plan(capsys):
+    code, out, _ = run(capsys, "plan", "all_reduce", *SIXTEEN, *HOSTS, "--json")
+    assert code == 0
+    made = Plan.from_json(out)
+    assert made.name == "hierarchical(native, native)"
+    assert made.request.num_bytes == 16 * 2**20
+    for candidate in json.loads(out)["candidates"]:
+        assert candidate["reason"]
+        assert candidate["predicted_time_ps"] > 0
+        assert {axis for axis, _ in candidate["wire_bytes"]} == {"host", "device"}
+
+
+@pytest.mark.parametrize(
+    ("name", "collective", "op"),
+    [
+        ("psum", "all_reduce", "sum"),
+        ("pmax", "all_reduce", "max"),
+        ("psum_scatter", "reduce_scatter", "sum"),
+        ("all_gather", "all_gather", "none"),
+        ("pbroadcast", "broadcast", "none"),
+    ],
+)
+def test_names_of_jax(capsys, name, collective, op):
+    _, out, _ = run(capsys, "plan", name, *SIXTEEN, *HOSTS, "--json")
+    request = Plan.from_json(out).request
+    assert (request.collective, request.op) == (collective, op)
+
+
+def test_options(capsys):
+    _, out, _ = run(
+        capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--over", "host", "--op", "max", "--json"
+    )
+    request = Plan.from_json(out).request
+    assert (request.axes, request.op) == (("host",), "max")
+    _, out, _ = run(
+        capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=4)", "--json"
+    )
+    assert Plan.from_json(out).name == "tree(radix=4)"
+    _, out, _ = run(capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--deterministic", "--json")
+    assert Plan.from_json(out).stages[0].choice.name == "direct"
+    _, out, _ = run(capsys, "plan", "psum", "--bytes", "1KB", "--topology", "v5e:4x4", "--json")
+    request = Plan.from_json(out).request
+    assert (request.axes, request.num_bytes, request.platform) == (("x", "y"), 1000, "tpu")
+
+
+BAD = [
+    ([], "COMMAND"),
+    (["plam"], "plam"),
+    (["plan", "all_reduce", *HOSTS], "--bytes"),
+    (["plan", "all_reduce", *SIXTEEN], "--topology"),
+    (["plan", "all_reduc", *SIXTEEN, *HOSTS], "Did you mean 'all_reduce'"),
+    (["plan", "psum", "--bytes", "16Q", *HOSTS], "16Q"),
+    (["plan", "psum", "--bytes", "-4", *HOSTS], "bytes"),
+    (["plan", "psum", "--bytes", "7", *HOSTS], "multiple of 4 bytes"),
+    (["plan", "psum_scatter", "--bytes", "4", *HOSTS], "multiple of 32 bytes"),
+    (["plan", "psum", *SIXTEEN, "--dtype", "float33", *HOSTS], "float33"),
+    (["plan", "psum", *SIXTEEN, "--topology", "cpu:8x"], "character 7"),
+    (["plan", "psum", *SIXTEEN, "--topology", "abacus:8"], "unknown hardware 'abacus'"),
+    (["plan", "psum", *SIXTEEN, "--topology", "cpu:8", "--axes", "a=3"], "8 devices"),
+    (["plan", "psum", *SIXTEEN, "--topology", "cpu:8", "--axes", "a"], "name=size"),
+    (["plan", "psum", *SIXTEEN, "--topology", "cpu:8", "--axes", "a=2,a=4"], "twice"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--over", "hosts"], "Did you mean 'host'"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--op", "plus"], "'sum', 'max', 'min', 'prod'"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "rng"], "Did you mean 'ring'"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "pairwise"], "pairwise has no all_reduce"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=1)"], "at least 2"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(1+1)"], "tree(radix=4)"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(a) or "none" for a, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("xcoll: error: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"]])
+def test_help(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert out
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice("ring"),
+        Choice("tree", (("radix", 4),)),
+        Choice("hierarchical", (), (Choice("native"), Choice("tree", (("radix", 2),)))),
+        Choice("hierarchical", (("num_segments", 4),)),
+    ],
+)
+def test_choices_are_read_as_they_print(choice):
+    assert read_choice(str(choice)) == choice
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "tree(radix=x)", "a.b()", "tree(**x)", "__import__('os')()"]
+)
+def test_choices_are_nothing_else(text):
+    with pytest.raises(ValueError, match="--algorithm"):
+        read_choice(text)
+
+
+def test_no_device_is_touched():
+    # With a platform that does not exist, the first touch of a device would fail.
+    script = (
+        "import sys; from xcoll.cli import main;"
+        f"sys.exit(main(['plan', 'psum', '--json', *{SIXTEEN!r}, *{HOSTS!r}]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "JAX_PLATFORMS": "none_such"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert out.returncode == 0, out.stderr
+    assert Plan.from_json(out.stdout).name == "hierarchical(native, native)"
