@@ -67,13 +67,16 @@ def run(schedule: Schedule, buffers: Array, combine: Combine = np.add) -> Array:
 
 def _places(slots: Slots, rank: int, iteration: int) -> list[int]:
     unit = (slots.start[rank] + slots.advance * iteration) % slots.modulus
-    return [slots.scale * unit + offset for offset in slots.pattern]
+    base = slots.base[rank] if slots.base else 0
+    return [base + slots.scale * unit + offset for offset in slots.pattern]
 
 
 def _permute(step: PermuteStep, iteration: int, buffers: Array, combine: Combine) -> Array:
     after = buffers.copy()
     for lane in step.lanes:
         for source, destination in lane.pairs:
+            if lane.active and iteration not in lane.active[source]:
+                continue
             sent = buffers[source, _places(lane.send, source, iteration)]
             into = _places(lane.recv, destination, iteration)
             after[destination, into] = (

@@ -37,13 +37,21 @@ def written_out(schedule: Schedule) -> Schedule:
             step = PermuteStep(
                 tuple(
                     replace(
-                        lane, send=fixed(lane.send, iteration), recv=fixed(lane.recv, iteration)
+                        lane,
+                        pairs=active(lane, iteration),
+                        send=fixed(lane.send, iteration),
+                        recv=fixed(lane.recv, iteration),
+                        active=(),
                     )
                     for lane in step.lanes
                 )
             )
         steps.append(step)
     return replace(schedule, steps=tuple(steps))
+
+
+def active(lane: Lane, iteration: int) -> tuple[tuple[int, int], ...]:
+    return tuple((a, b) for a, b in lane.pairs if not lane.active or iteration in lane.active[a])
 
 
 def fixed(slots: Slots, iteration: int) -> Slots:

@@ -6,7 +6,7 @@ varying axes off; `xcoll.primitives` gives the results their types back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -160,17 +160,32 @@ class _Run:
         ]
         for lane, new in zip(lanes, arrived, strict=True):
             first = self._first(lane.recv, iteration)
-            receivers = {d for _, d in lane.pairs}
-            everyone = len(receivers) == self.num_ranks
-            if lane.reduce or not everyone:
+            receives = self._receives(lane, iteration)
+            if lane.reduce or receives is not None:
                 old = _take(buffer, lane.recv, first)
             if lane.reduce:
                 new = self._combine(old, new)
-            if not everyone:
-                mask = np.array([r in receivers for r in range(self.num_ranks)])
-                new = jnp.where(jnp.asarray(mask)[self.rank], new, old)
+            if receives is not None:
+                new = jnp.where(receives, new, old)
             buffer = _put(buffer, new, lane.recv, first)
         return buffer
+
+    def _receives(self, lane: Lane, iteration: int | jax.Array) -> jax.Array | None:
+        """Whether this rank receives on a lane; None where every rank does."""
+        if lane.active and not isinstance(iteration, int):
+            begin, end = np.zeros((2, self.num_ranks), np.int32)
+            for source, destination in lane.pairs:
+                begin[destination] = lane.active[source].start
+                end[destination] = lane.active[source].stop
+            now = iteration.astype(jnp.int32)
+            is_begun = now >= _of_rank(begin.tolist(), self.rank)
+            return jnp.logical_and(is_begun, now < _of_rank(end.tolist(), self.rank))
+        pairs = lane.sending(iteration) if isinstance(iteration, int) else lane.pairs
+        if len(pairs) == self.num_ranks:
+            return None
+        mask = np.zeros(self.num_ranks, bool)
+        mask[[destination for _, destination in pairs]] = True
+        return jnp.asarray(mask)[self.rank]
 
     def _combine(self, old: jax.Array, new: jax.Array) -> jax.Array:
         if self.schedule.replicates_sums:
@@ -218,13 +233,14 @@ class _Run:
             table = [(s + slots.advance * iteration) % m for s in slots.start]
         else:
             table = [s % m for s in slots.start]
-        if len(set(table)) == 1:
-            first: int | jax.Array = table[0]
-        else:
-            first = _affine(table, m, self.rank)
+        first = _affine(table, m, self.rank)
         if not isinstance(iteration, int) and slots.advance % m:
-            first = lax.rem(first + (slots.advance % m) * iteration.astype(jnp.int32), np.int32(m))
-        return first * slots.scale
+            # Kept small by the signed remainder: a product near m * m would not fit 32 bits.
+            first = lax.rem(first + slots.advance * iteration.astype(jnp.int32), np.int32(m))
+            if slots.advance < 0:
+                first = jnp.where(first < 0, first + m, first)
+        first = first * slots.scale
+        return first + _of_rank(slots.base, self.rank) if slots.base else first
 
     def _wire(self, send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Moves ``x``; narrow floats travel as integers of their width.
@@ -237,8 +253,17 @@ class _Run:
         return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, bits)), x.dtype)
 
 
-def _affine(table: list[int], modulus: int, rank: jax.Array) -> jax.Array:
-    """Returns ``table[rank]``, as arithmetic where the table is linear in the rank."""
+def _of_rank(table: Sequence[int], rank: jax.Array) -> int | jax.Array:
+    """Returns ``table[rank]``: an int where it is the same for all ranks."""
+    if len(set(table)) == 1:
+        return table[0]
+    return jnp.asarray(np.array(table, np.int32))[rank]
+
+
+def _affine(table: Sequence[int], modulus: int, rank: jax.Array) -> int | jax.Array:
+    """Returns `_of_rank`, as arithmetic where the table is linear in the rank."""
+    if len(set(table)) == 1:
+        return table[0]
     for slope in (1, -1):
         if all(v == (table[0] + slope * r) % modulus for r, v in enumerate(table)):
             if len(table) > modulus + 1:
@@ -247,7 +272,7 @@ def _affine(table: list[int], modulus: int, rank: jax.Array) -> jax.Array:
             if slope == 1:
                 return jnp.where(value >= modulus, value - modulus, value)
             return jnp.where(value < 0, value + modulus, value)
-    return jnp.asarray(np.array(table, np.int32))[rank]
+    return _of_rank(table, rank)
 
 
 def _is_run(pattern: tuple[int, ...]) -> bool:

@@ -13,6 +13,7 @@ References:
 from __future__ import annotations
 
 from collections import Counter
+from operator import add
 from typing import NoReturn
 
 from xcoll.errors import ScheduleError
@@ -153,11 +154,14 @@ class _State:
             if id(lane) not in self.checked:  # the body of a repeat is checked once
                 self.check_lane(number, lane)
                 self.checked.add(id(lane))
+            pairs = lane.sending(iteration)
+            if not pairs:
+                self.fail(None, None, f"lane {number}: no pair is active")
             sends, recvs = self.firsts(lane.send, iteration), self.firsts(lane.recv, iteration)
             moved = list(zip(lane.send.pattern, lane.recv.pattern, strict=True))
-            self.check_range([source for source, _ in lane.pairs], sends, lane.send)
-            self.check_range([destination for _, destination in lane.pairs], recvs, lane.recv)
-            for source, destination in lane.pairs:
+            self.check_range([source for source, _ in pairs], sends, lane.send)
+            self.check_range([destination for _, destination in pairs], recvs, lane.recv)
+            for source, destination in pairs:
                 row, out, into = self.held[source], sends[source], recvs[destination]
                 for p, q in moved:
                     value = row[out + p]
@@ -174,7 +178,8 @@ class _State:
 
     def firsts(self, slots: Slots, iteration: int) -> list[int]:
         moved = slots.advance * iteration
-        return [slots.scale * ((start + moved) % slots.modulus) for start in slots.start]
+        firsts = [slots.scale * ((start + moved) % slots.modulus) for start in slots.start]
+        return list(map(add, slots.base, firsts)) if slots.base else firsts
 
     def check_range(self, ranks: list[int], firsts: list[int], slots: Slots) -> None:
         low, high, last = min(slots.pattern), max(slots.pattern), self.schedule.num_slots - 1
@@ -201,10 +206,12 @@ class _State:
             sources.add(source)
             destinations.add(destination)
         for what, slots in (("send", lane.send), ("recv", lane.recv)):
-            if len(slots.start) != n or slots.modulus < 1:
+            if len(slots.start) != n or len(slots.base) not in (0, n) or slots.modulus < 1:
                 self.fail(None, None, f"lane {number}: {what} needs a start for each rank")
             if not slots.pattern or len(set(slots.pattern)) != len(slots.pattern):
                 self.fail(None, None, f"lane {number}: {what} needs different slots in its pattern")
+        if len(lane.active) not in (0, n) or any(span.step != 1 for span in lane.active):
+            self.fail(None, None, f"lane {number}: needs active iterations, in a run, of each rank")
         if lane.send.count != lane.recv.count:
             counts = f"sends {lane.send.count} slots, receives {lane.recv.count}"
             self.fail(None, None, f"lane {number}: {counts}")

@@ -45,7 +45,7 @@ class Slots:
     """Which slots each rank touches in an iteration of a step.
 
     Rank ``r`` touches, for each ``p`` of ``pattern``, the slot
-    ``scale * ((start[r] + advance * iteration) % modulus) + p``.
+    ``base[r] + scale * ((start[r] + advance * iteration) % modulus) + p``.
 
     Attributes:
       start: one integer a rank.
@@ -53,6 +53,7 @@ class Slots:
       advance: how much the start moves with each iteration of a `Repeat`.
       scale: slots per unit of ``start``.
       pattern: offsets of the slots moved together; the same for all ranks.
+      base: one integer a rank, which no iteration changes; empty for zeros.
     """
 
     start: tuple[int, ...]
@@ -60,11 +61,12 @@ class Slots:
     advance: int = 0
     scale: int = 1
     pattern: tuple[int, ...] = (0,)
+    base: tuple[int, ...] = ()
 
-    def at(self, rank: int, iteration: int = 0) -> tuple[int, ...]:
-        """Returns the slots that ``rank`` touches in ``iteration``."""
-        first = self.scale * ((self.start[rank] + self.advance * iteration) % self.modulus)
-        return tuple(first + p for p in self.pattern)
+    def first(self, rank: int, iteration: int = 0) -> int:
+        """Returns the slot that the pattern of ``rank`` counts from in ``iteration``."""
+        unit = (self.start[rank] + self.advance * iteration) % self.modulus
+        return (self.base[rank] if self.base else 0) + self.scale * unit
 
     @property
     def count(self) -> int:
@@ -82,12 +84,22 @@ class Lane:
       send: the slots read at the source. Values are those from before the step.
       recv: the slots written at the destination.
       reduce: combine with what the destination holds (True) or overwrite it (False).
+      active: the iterations of a `Repeat` in which each rank, as a source, sends; empty where all
+        send in every one. A pair that is not active does nothing to its destination, although
+        inside a compiled loop, whose pairs cannot change, the bytes still travel.
     """
 
     pairs: tuple[tuple[int, int], ...]
     send: Slots
     recv: Slots
     reduce: bool = False
+    active: tuple[range, ...] = ()
+
+    def sending(self, iteration: int = 0) -> tuple[tuple[int, int], ...]:
+        """Returns the pairs that are active in ``iteration``."""
+        if not self.active:
+            return self.pairs
+        return tuple(pair for pair in self.pairs if iteration in self.active[pair[0]])
 
 
 @dataclass(frozen=True)
@@ -133,7 +145,7 @@ LocalOrWire = PermuteStep | NativeStep | FoldStep | ShuffleStep
 
 @dataclass(frozen=True)
 class Repeat:
-    """``body``, ``count`` times; `Slots.advance` is multiplied by the iteration."""
+    """``body``, ``count`` times; what depends on the iteration are `Slots` and `Lane.active`."""
 
     body: tuple[PermuteStep, ...]
     count: int
