@@ -184,17 +184,18 @@ def test_pipelined_hierarchy(dims: tuple[int, int], segments: int):
     choice = Choice("hierarchical", (("num_segments", segments),))
     schedule = build(choice, AR, n, dims=dims)
     steps = permute_steps(schedule)
-    # Each step is one permutation of all ranks: as many steps as slots to be sent.
-    assert all(len(s.lanes) == 1 and len(s.lanes[0].pairs) == n for s in steps)
-    assert len(steps) == 2 * segments * (n - 1)
-    # Between hosts, a payload's all-reduce over hosts: 2 (outer - 1) / outer payloads a host.
+    # Each step is one permutation of one slot: as many steps as slots, and the ring filling.
     slots = schedule.num_slots
+    assert slots == segments * n
+    assert all(len(s.lanes) == 1 and s.lanes[0].send.count == 1 for s in steps)
+    assert len(steps) == 2 * (slots + inner - 2)
+    # Between hosts, a payload's all-reduce over hosts: 2 (outer - 1) / outer payloads a host.
     assert set(across(schedule, inner).values()) == {2 * (outer - 1) * slots // outer}
-    # A mixed step has one sender a host; all of them send out only while it fills and drains.
+    # One sender a host at most, and meanwhile all its other ranks send inside.
     out = [sum(a // inner != b // inner for a, b in s.lanes[0].pairs) for s in steps]
-    mixed, alone = out.count(outer), out.count(n)
-    assert mixed == 2 * (segments - 1) * (outer - 1) * inner
-    assert alone == 2 * (outer - 1)
+    assert out.count(outer) == 2 * segments * (outer - 1) * inner
+    assert out.count(0) == len(steps) - out.count(outer)
+    assert {len(s.lanes[0].pairs) for s in steps} == {n, n - outer}
 
 
 def test_hierarchy_of_two_hosts_of_four_sends_four_sevenths_of_a_ring():
@@ -216,22 +217,18 @@ def program(schedule: Schedule) -> list[PermuteStep]:
 # How many lanes (each a collective-permute with two tables) a program has at most: logarithmic
 # in the ranks, unless said otherwise.
 PROGRAM_LANES = {
-    "ring": lambda n: 2,
+    "ring": lambda n: 8,
+    # Each part of the payload, one an axis, is on a lane; a lane changes where a part goes on.
+    "torus": lambda n: 2 * 3 * 7,
+    "hierarchical": lambda n: 6,
     "bidirectional_ring": lambda n: 6,
     "double_tree": lambda n: 4 * (8 + n.bit_length()),
     "bruck": lambda n: n.bit_length(),
     "native": lambda n: 0,
     "direct": lambda n: 0,
 }
-# Their steps differ in their pairs, so that each is written out.
-LINEAR = {
-    ("ring", "broadcast"): lambda n: 2 * n,
-    ("pairwise", "all_to_all"): lambda n: n,
-    ("torus", AR): lambda n: 6 * n,
-    ("torus", RS): lambda n: 3 * n,
-    ("torus", AG): lambda n: 3 * n,
-    ("hierarchical", AR): lambda n: 6 * n,
-}
+# Its steps differ in their pairs, so that each is written out.
+LINEAR = {("pairwise", "all_to_all"): lambda n: n}
 
 
 @every_case

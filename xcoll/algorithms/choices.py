@@ -69,8 +69,8 @@ def hierarchical(*levels: str | Choice, num_segments: int = 1) -> Choice:
 
     Args:
       *levels: the algorithm of each level, innermost first; none: native at every level.
-      num_segments: more than 1 pipelines that many segments of the payload through two levels of
-        rings, by steps that hold pairs of both levels.
+      num_segments: more than 1 makes one schedule of two levels, whose steps hold pairs of both:
+        the payload is pipelined through them in that many slots a rank.
 
     Raises:
       TypeError: a level is neither a name nor a choice.

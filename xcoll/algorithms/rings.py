@@ -9,8 +9,11 @@ References:
 
 from __future__ import annotations
 
-from xcoll.algorithms.steps import every, moved, repeated, shift
+from xcoll.algorithms.steps import every, in_windows, repeated, shift
 from xcoll.schedule import ClosedForm, Lane, Phase, Schedule, Slots, Step
+
+_WINDOWS = 8
+"""Loops that the pipelined broadcast is cut into."""
 
 
 def _reduce_scatter(n: int) -> tuple[Step, ...]:
@@ -76,22 +79,27 @@ def ring_all_gather(num_ranks: int) -> Schedule:
 def ring_broadcast(num_ranks: int, *, root: int = 0) -> Schedule:
     """Builds the pipelined ring broadcast: ``n`` chunks travel down a chain from the root.
 
-    ``2 (n - 1)`` steps of ``1 / n`` of the payload. The ranks that send differ from step to
-    step while the chain fills and drains, so the steps are written out.
+    ``2 (n - 1)`` steps of ``1 / n`` of the payload. While the chain fills and drains some ranks
+    have nothing to send, yet the pairs of a loop cannot change: each of eight loops has those
+    pairs that send in one of its steps, and on average a rank sends a quarter more than it needs
+    to.
     """
-    n = num_ranks
-    steps: list[Step] = []
-    for t in range(2 * (n - 1)):
-        moves = [
-            ((q + root) % n, (q + 1 + root) % n, (t - q,)) for q in range(n - 1) if 0 <= t - q < n
-        ]
-        steps += moved(n, moves, n, reduce=False)
+    n, num_steps = num_ranks, 2 * (num_ranks - 1)
+    place = every(n, lambda r: (r - root) % n)
+    # In step t the rank q after the root sends chunk t - q.
+    lane = Lane(
+        shift(n, 1),
+        Slots(every(n, lambda r: -place[r] % n), n, 1),
+        Slots(every(n, lambda r: (1 - place[r]) % n), n, 1),
+        active=tuple(range(q, q + n) if q < n - 1 else range(0) for q in place),
+    )
+    bounds = [num_steps * i // _WINDOWS for i in range(_WINDOWS + 1)]
     return Schedule(
         algorithm="ring",
         collective="broadcast",
         num_ranks=n,
         num_slots=n,
-        steps=tuple(steps),
+        steps=in_windows(lane, bounds),
         root=root,
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from xcoll.schedule import Lane, PermuteStep, Repeat, Slots, Step
 
@@ -13,6 +15,69 @@ Moves = Iterable[tuple[int, int, tuple[int, ...]]]
 def repeated(count: int, *lanes: Lane) -> tuple[Step, ...]:
     """Returns a step of ``lanes`` run ``count`` times; nothing where that is zero times."""
     return (Repeat((PermuteStep(lanes),), count),) if count > 0 and lanes else ()
+
+
+def in_windows(lane: Lane, bounds: Iterable[int]) -> tuple[Step, ...]:
+    """Returns a lane's iterations, cut at ``bounds``: a repeat for each window.
+
+    A window has only the pairs that are active in one of its iterations.
+
+    Args:
+      lane: a lane with active iterations.
+      bounds: the first iteration, those that start a window, and the end; none below the one
+        before.
+    """
+    steps: list[Step] = []
+    for begin, end in itertools.pairwise(bounds):
+        active = tuple(
+            range(max(span.start, begin) - begin, min(span.stop, end) - begin)
+            for span in lane.active
+        )
+        pairs = tuple(pair for pair in lane.pairs if active[pair[0]])
+        always = all(len(active[source]) == end - begin for source, _ in pairs)
+        part = Lane(
+            pairs,
+            _later(lane.send, begin),
+            _later(lane.recv, begin),
+            lane.reduce,
+            () if always else active,
+        )
+        steps += repeated(end - begin, part) if pairs else ()
+    return tuple(steps)
+
+
+def backwards(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Returns repeats of lanes in reverse: what was combined at the end of a pair is copied back.
+
+    So a reduce-scatter becomes the all-gather that takes results the same ways back.
+    """
+    back: list[Step] = []
+    for step in reversed(steps):
+        assert isinstance(step, Repeat)
+        ((body,), count) = (step.body, step.count)
+        back += repeated(count, *(_lane_backwards(lane, count) for lane in body.lanes))
+    return tuple(back)
+
+
+def _lane_backwards(lane: Lane, count: int) -> Lane:
+    active = [range(0)] * len(lane.active)
+    if lane.active:
+        for source, destination in lane.pairs:
+            span = lane.active[source]
+            active[destination] = range(count - span.stop, count - span.start)
+    send, recv = (_later(slots, count - 1) for slots in (lane.recv, lane.send))
+    return Lane(
+        tuple((destination, source) for source, destination in lane.pairs),
+        replace(send, advance=-send.advance),
+        replace(recv, advance=-recv.advance),
+        active=tuple(active),
+    )
+
+
+def _later(slots: Slots, iteration: int) -> Slots:
+    """Returns slots whose first iteration is ``iteration`` of those given."""
+    moved = slots.advance * iteration
+    return replace(slots, start=tuple((start + moved) % slots.modulus for start in slots.start))
 
 
 def every(num_ranks: int, value: Callable[[int], int]) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from xcoll.algorithms.steps import moved
-from xcoll.schedule import ClosedForm, Lane, PermuteStep, Phase, Schedule, Step
+from xcoll.algorithms.steps import backwards, repeated
+from xcoll.schedule import ClosedForm, Lane, Phase, Schedule, Slots, Step
 
 
 class _Grid:
@@ -33,79 +33,68 @@ class _Grid:
     def place(self, rank: int, axis: int) -> int:
         return rank // self.strides[axis] % self.dims[axis]
 
-    def moved_by(self, rank: int, axis: int, distance: int) -> int:
-        here = self.place(rank, axis)
-        there = (here + distance) % self.dims[axis]
-        return rank + (there - here) * self.strides[axis]
+    def lane(self, part: int, position: int, turn: int) -> Lane:
+        """Returns the ring of a part's reduce-scatter on its axis at ``position``, from ``turn``.
 
-    def turns(self, part: int) -> list[tuple[int, int]]:
-        """Returns (position in the part's order, turn) for every step of its reduce-scatter."""
-        order = self.orders[part]
-        return [(k, t) for k, axis in enumerate(order) for t in range(self.dims[axis] - 1)]
-
-    def lanes(self, part: int, position: int, first: int, turn: int, *, reduce: bool) -> list[Lane]:
-        """Returns the lane of a ring on the part's axis at ``position``.
-
-        In turn 0 a rank sends what belongs at ``first`` from it on that axis. What moves: the
-        slots of the ranks that agree with the sender on the axes before, for all places on the
-        axes after.
+        What moves: the slots of the ranks that agree with the sender on the axes before, for all
+        places on the axes after.
         """
         order = self.orders[part]
         axis, after = order[position], order[position + 1 :]
+        size, stride = self.dims[axis], self.strides[axis]
+        ranks, parts = range(self.num_ranks), self.num_parts
         offsets = sorted(
             sum(self.strides[a] * place for a, place in zip(after, places, strict=True))
             for places in itertools.product(*(range(self.dims[a]) for a in after))
         )
-        moves = []
-        for rank in range(self.num_ranks):
-            base = self.moved_by(rank, axis, first - turn)
-            base -= sum(self.strides[a] * self.place(rank, a) for a in after)
-            slots = tuple((base + offset) * self.num_parts + part for offset in offsets)
-            moves.append((rank, self.moved_by(rank, axis, 1), slots))
-        steps = moved(self.num_ranks, moves, self.num_ranks * self.num_parts, reduce=reduce)
-        return [lane for step in steps for lane in step.lanes]
-
-    def reduce_scatter(self) -> list[Step]:
-        turns = [self.turns(part) for part in range(self.num_parts)]
-        return [
-            PermuteStep(
-                tuple(
-                    lane
-                    for part, (position, turn) in enumerate(now)
-                    for lane in self.lanes(part, position, -1, turn, reduce=True)
-                )
-            )
-            for now in zip(*turns, strict=True)
+        here = [self.place(rank, axis) for rank in ranks]
+        base = [
+            sum(self.strides[a] * self.place(rank, a) for a in order[:position]) for rank in ranks
         ]
-
-    def all_gather(self) -> list[Step]:
-        # The reduce-scatter backwards: the axis taken last comes first.
-        turns = []
-        for part in range(self.num_parts):
-            backwards = reversed(range(len(self.orders[part])))
-            sizes = [self.dims[axis] for axis in self.orders[part]]
-            turns.append([(k, t) for k in backwards for t in range(sizes[k] - 1)])
-        return [
-            PermuteStep(
-                tuple(
-                    lane
-                    for part, (position, turn) in enumerate(now)
-                    for lane in self.lanes(part, position, 0, turn, reduce=False)
-                )
+        # As in a ring: first what belongs just before the sender, then what is before that.
+        send, recv = (
+            Slots(
+                tuple((place - first - turn) % size for place in here),
+                size,
+                -1,
+                stride * parts,
+                tuple(offset * parts + part for offset in offsets),
+                tuple(parts * b for b in base) if position else (),
             )
-            for now in zip(*turns, strict=True)
+            for first in (1, 2)
+        )
+        pairs = tuple(
+            (rank, rank + ((place + 1) % size - place) * stride)
+            for rank, place in zip(ranks, here, strict=True)
+        )
+        return Lane(pairs, send, recv, reduce=True)
+
+    def reduce_scatter(self) -> tuple[Step, ...]:
+        """Returns a repeat for each run of steps in which no part goes on to its next axis."""
+        turns = [
+            [(k, turn) for k, axis in enumerate(order) for turn in range(self.dims[axis] - 1)]
+            for order in self.orders
         ]
+        bounds = {step for part in turns for step, (_, turn) in enumerate(part) if turn == 0}
+        steps: list[Step] = []
+        for begin, end in itertools.pairwise(sorted(bounds | {len(turns[0])})):
+            lanes = [self.lane(part, *turns[part][begin]) for part in range(self.num_parts)]
+            steps += repeated(end - begin, *lanes)
+        return tuple(steps)
 
 
 def torus_all_reduce(num_ranks: int, *, dims: tuple[int, ...]) -> Schedule:
     """Builds the torus all-reduce: ``2 * sum(d - 1)`` steps, the fewest bytes possible.
+
+    The all-gather takes the ways of the reduce-scatter back.
 
     Args:
       num_ranks: number of ranks, the product of ``dims``.
       dims: sizes of the axes, outermost first.
     """
     grid = _Grid(dims)
-    return _schedule(grid, "all_reduce", grid.reduce_scatter() + grid.all_gather())
+    scatter = grid.reduce_scatter()
+    return _schedule(grid, "all_reduce", scatter + backwards(scatter))
 
 
 def torus_reduce_scatter(num_ranks: int, *, dims: tuple[int, ...]) -> Schedule:
@@ -117,16 +106,16 @@ def torus_reduce_scatter(num_ranks: int, *, dims: tuple[int, ...]) -> Schedule:
 def torus_all_gather(num_ranks: int, *, dims: tuple[int, ...]) -> Schedule:
     """Builds the torus all-gather; shares are in rank order, whatever the axes."""
     grid = _Grid(dims)
-    return _schedule(grid, "all_gather", grid.all_gather())
+    return _schedule(grid, "all_gather", backwards(grid.reduce_scatter()))
 
 
-def _schedule(grid: _Grid, collective: str, steps: list[Step]) -> Schedule:
+def _schedule(grid: _Grid, collective: str, steps: tuple[Step, ...]) -> Schedule:
     return Schedule(
         algorithm="torus",
         collective=collective,
         num_ranks=grid.num_ranks,
         num_slots=grid.num_ranks * grid.num_parts,
-        steps=tuple(steps),
+        steps=steps,
         enter="own" if collective == "all_gather" else "full",
     )
 
