@@ -24,8 +24,8 @@ PAYLOAD = 768 * 128 * 4
 
 # Mesh shape; axes of the algorithms that have no levels; ranks in a slice, over the axes a and b.
 TARGETS = {
-    "v5e:4x4": ((4, 4), ("b",), None),
-    "v5p:4x4x4": ((4, 4, 4), ("b",), None),
+    "v5e:4x4": ((2, 2, 4), ("b",), None),
+    "v5p:4x4x4": ((8, 2, 4), ("b",), None),
     "2*v5e:2x2": ((2, 4), ("a", "b"), 4),
     "h100:8": ((2, 4), ("a", "b"), None),
 }
