@@ -152,7 +152,7 @@ def table(figures: dict[str, Any]) -> Table:
     """Lays the figures out for people."""
     out = Table(
         title=f"{figures['machine']}; python {figures['python']}; jax {figures['jax']};"
-        f" {figures['rounds']} rounds, median [quartiles]; every plan checked",
+        f" {figures['rounds']} rounds, median \\[quartiles]; every plan checked",
         title_justify="left",
     )
     for name in ("system", "devices", "groups", "ms a group", "first plan, ms", "candidates"):

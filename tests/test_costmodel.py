@@ -128,10 +128,12 @@ def test_native_in_an_nvlink_node():
     seconds = native_ps(topology.device, digits, "all_reduce", 2**30) / 1e12
     # nccl-tests: about 480 GB/s of bus bandwidth with NVLS, busbw = 2 (n - 1) / n * bytes / time.
     assert 2 * 7 / 8 * 2**30 / seconds == pytest.approx(480e9, rel=0.1)
-    small = native_ps(topology.device, digits, "all_reduce", 8)
     launch = 100 * 10**6
-    # Ring, LL: 6.6 + 14 * 0.6; tree, LL: 6.8 + 2 * 7 * 0.6 (microseconds).
-    assert small - launch == pytest.approx(15.0 * 10**6, rel=0.001)
+    # Small all-reduces are one hop in XLA's own kernel; a gather is NCCL's ring, LL: 6.6 + 7 * 0.6.
+    small = native_ps(topology.device, digits, "all_reduce", 8)
+    assert small - launch == pytest.approx(3.4 * 10**6, rel=0.001)
+    gather = native_ps(topology.device, digits, "all_gather", 8)
+    assert gather - launch == pytest.approx(10.8 * 10**6, rel=0.001)
 
 
 def test_nccl_over_four_nodes():

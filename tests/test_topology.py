@@ -113,7 +113,13 @@ def test_rates_and_sharing():
     payload = [rate * 1448 // 1514 for rate in (125_000_000, 12_500_000, 62_500_000)]
     assert unequal.rates_bytes_per_s == tuple(payload)
     assert unequal.bandwidth_bytes_per_s == payload[1], "the slowest host bounds"
-    assert Topology.parse("2*h100:8@10GB").axes[0].levels[0].bandwidth_bytes_per_s == 10**10
+    # A rate that is given is the whole host's; the table's is each device's.
+    given = Topology.parse("2*h100:8@10GB").axes[0].levels[0]
+    assert (given.bandwidth_bytes_per_s, given.shared_by) == (10**10, 8)
+    tabled = Topology.parse("2*h100:8").axes[0].levels[0]
+    assert (tabled.bandwidth_bytes_per_s, tabled.shared_by) == (5 * 10**10, 1)
+    given = Topology.parse("2*v5e:4x4@1GB").axes[0].levels[0]
+    assert (given.bandwidth_bytes_per_s, given.shared_by) == (10**9, 16)
     assert Topology.parse("2*v5e:4x4").axes[0].levels[0].bandwidth_bytes_per_s == 3_125_000_000
 
 

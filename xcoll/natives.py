@@ -9,6 +9,7 @@ References:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from xcoll.hardware import figure, kinds
@@ -186,9 +187,20 @@ def _gpu(
             )
             slower = rate * percent * figure("nccl", "tree_bandwidth") // 100
             times.append(latency * 1000 + transfer_ps(2 * whole * 100, slower))
+    if collective == "all_reduce" and nodes == 1:
+        times += _xla_kernels(num_bytes, ranks, rate)
     if ranks > 2 and collective != "broadcast":
         times += _nvls(device, collective, sent, nodes, rate)
     return min(times)
+
+
+def _xla_kernels(num_bytes: int, ranks: int, rate: int) -> Iterator[int]:
+    """XLA's own all-reduce kernels over NVLink: one hop, or two."""
+    hop = _nccl("nvlink_ring")[2] * 1000
+    if num_bytes <= figure("nccl", "xla_one_shot"):
+        yield hop + transfer_ps(num_bytes * (ranks - 1), rate)
+    if num_bytes <= figure("nccl", "xla_two_shot"):
+        yield 2 * hop + transfer_ps(2 * num_bytes * (ranks - 1) // ranks, rate)
 
 
 def _nvls(device: Device, collective: str, num_bytes: int, nodes: int, rate: int) -> list[int]:

@@ -141,9 +141,10 @@ class _Maker:
         allowed = [option for option in options if option.barred is None]
         if not allowed:
             return self.native("no algorithm does this", options)
-        first = _least_departure(allowed)
+        enough = [o for o in allowed if (o.time_ps or 0) * 100 <= native * (100 - GAIN_PERCENT)]
+        first = _least_departure(enough) if enough else allowed[0]
         assert first.time_ps is not None
-        if first.time_ps * 100 > native * (100 - GAIN_PERCENT):
+        if not enough:
             gain = 100 - 100 * first.time_ps // native if native else 0
             how = f"{gain} % faster" if gain > 0 else "not faster"
             return self.native(
@@ -169,7 +170,8 @@ class _Maker:
                 )
             return self.native(f"kept native: {found}")
         option = self._option(choice, found)
-        return self._made(option, f"the policy names {choice}", [self.native_option])
+        note = f", although {option.barred}" if option.barred else ""
+        return self._made(option, f"the policy names {choice}{note}", [self.native_option])
 
     def deterministic(self, forced: Choice | None) -> Plan:
         """Takes a plan that sums in rank order: direct over all ranks at once."""

@@ -76,9 +76,11 @@ class Topology:
         ``v5p:4x4x4`` is a slice of 4 x 4 x 4 chips, ``2*v5e:16x16`` two such slices over the
         data-centre network, ``h100:8`` a node of 8 GPUs, ``4*h100:8`` four, ``gb200:72`` an NVLink
         domain of 72, ``cpu:8`` one process with 8 devices, and ``2*cpu:4@200Mbit`` two processes on
-        two hosts that are connected at that rate. A rate (``Mbit``, ``Gbit``, ``MB``, ``GB``, per
-        second, one way) replaces the table's for the links between hosts or slices; several,
-        separated by commas, are those of each host.
+        two hosts that are connected at that rate.
+
+        A rate (``Mbit``, ``Gbit``, ``MB``, ``GB``, per second, one way) is that of each host's or
+        slice's uplink, which its devices share; several, separated by commas, are those of each
+        host. Without one, the hardware table's rate for each device holds; CPU hosts need one.
 
         Args:
           text: the topology.

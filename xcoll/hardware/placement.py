@@ -86,7 +86,8 @@ def tpu_dimensions(
                 name="slice",
                 size=slices,
                 link=_link(kind, "dcn", rates),
-                shared_by=devices_per_chip,
+                # The table has the rate of each chip; a rate that is given is the whole slice's.
+                shared_by=devices_per_chip * (math.prod(torus) if rates else 1),
                 rates_bytes_per_s=rates if len(rates) > 1 else (),
             )
         )
@@ -108,10 +109,7 @@ def tpu_dimensions(
 def gpu_dimensions(
     kind: str, gpus: int, hosts: int, rates: tuple[int, ...] = ()
 ) -> list[Dimension]:
-    """Returns the dimensions of GPU nodes (NVLink domains), outermost first.
-
-    The network has one port a GPU, so it is not shared.
-    """
+    """Returns the dimensions of GPU nodes (NVLink domains), outermost first."""
     nvlink = Link(
         kind="nvlink",
         network="switch",
@@ -122,7 +120,14 @@ def gpu_dimensions(
     if hosts > 1:
         each = rates if len(rates) > 1 else ()
         link = _link(kind, "network", rates)
-        out.insert(0, Dimension(name="host", size=hosts, link=link, rates_bytes_per_s=each))
+        # The table has one port a GPU; a rate that is given is the whole node's.
+        shared_by = gpus if rates else 1
+        out.insert(
+            0,
+            Dimension(
+                name="host", size=hosts, link=link, shared_by=shared_by, rates_bytes_per_s=each
+            ),
+        )
     return out
 
 
