@@ -539,3 +539,14 @@ def test_asked_for_by_name_is_never_silently_kept():
     assert "axis_index_groups" in whole.reports[-1].kept[0].kept_reason
     with pytest.raises(ValueError, match="bruck"):
         xcoll.explain(fn, operand(), policy=xcoll.Policy(algorithm={"psum": "bruck"}))
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "all_reduce"])
+def test_algorithms_by_name_of_the_collective(name):
+    def body(x):
+        return lax.psum(x, AXES), lax.pmax(x, AXES)
+
+    fn = shard(body, True, out_specs=P())
+    report = xcoll.explain(fn, operand(), policy=xcoll.Policy(algorithm={name: "ring"}))
+    plans = {s.collective: s.plan.name for s in report.sites}
+    assert plans == {"psum": "ring", "pmax": "ring" if name == "all_reduce" else "native"}

@@ -222,10 +222,12 @@ class Rewriter:
 
     def _plan(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> tuple[Plan, int]:
         self._num_groups += 1
+        # The policy speaks of psum and pmax, the planner of all-reduces.
+        policy = dataclasses.replace(self.policy, algorithm=self.policy.forced(spec.name))
         plan = make_plan(
             self._request(eqns, spec, scope),
             self.hardware.topology(scope.mesh),
-            self.policy,
+            policy,
             strict=self._is_strict(spec),
         )
         return plan, self._num_groups - 1
