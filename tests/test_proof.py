@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_runner import enter, expected, results, run
 
-from xcoll.algorithms import build, recursive_doubling, ring, tree
+from xcoll.algorithms import build, hierarchical, recursive_doubling, ring, tree
 from xcoll.errors import ScheduleError
 from xcoll.proof import prove
 from xcoll.schedule import (
@@ -127,6 +127,38 @@ def test_every_single_change_is_refused(case: Case, num_ranks: int):
                 assert not accepted, what
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        build(ring(), "broadcast", 7, root=2),
+        build(ring(), "broadcast", 12),
+        build(hierarchical(num_segments=2), "all_reduce", 8, dims=(2, 4)),
+        build(hierarchical(num_segments=3), "all_reduce", 9, dims=(3, 3)),
+    ],
+    ids=lambda s: f"{s.algorithm} {s.num_ranks}",
+)
+def test_other_iterations_are_refused(schedule: Schedule):
+    # A rank that sends once less is missed; once more does no harm only where it sends again what
+    # is there, or what the right thing then overwrites.
+    changed = 0
+    for number, step in enumerate(schedule.steps):
+        assert isinstance(step, Repeat)
+        ((lane,), now) = (step.body[0].lanes, range(step.count))
+        for source, _ in lane.pairs if lane.active else ():
+            right = lane.active[source]
+            for begin, end in ((1, 0), (0, -1), (-1, 0), (0, 1)):
+                span = range(right.start + begin, right.stop + end)
+                if {*span} & {*now} == {*right}:
+                    continue
+                spans = (*lane.active[:source], span, *lane.active[source + 1 :])
+                body = (PermuteStep((replace(lane, active=spans),)),)
+                wrong = with_step(schedule, number, replace(step, body=body))
+                more = len(span) > len(right)
+                assert not accepts(wrong) or (more and not lane.reduce and runs_right(wrong))
+                changed += 1
+    assert changed > 2 * schedule.num_ranks
+
+
 def accepts(schedule: Schedule) -> bool:
     try:
         prove(schedule)
@@ -221,6 +253,27 @@ MESSAGES = [
     (
         scheme(Lane(((0, 1),), Slots((0,) * 3, 2, pattern=(0, 1)), Slots((0,) * 3, 2))),
         "lane 0: sends 2 slots, receives 1",
+    ),
+    (
+        scheme(Lane(((0, 1),), Slots((0,) * 3, 2), Slots((0,) * 3, 2, base=(0, 0)))),
+        "lane 0: recv needs a start for each rank",
+    ),
+    (
+        scheme(Lane(((0, 1),), Slots((0,) * 3, 2), Slots((0,) * 3, 2, base=(9, 2, 9)))),
+        "rank 1, slot 2: out of range, there are 2 slots",
+    ),
+    (
+        scheme(replace(line((0, 1)), active=(range(1),))),
+        "lane 0: needs active iterations, in a run, of each rank",
+    ),
+    (
+        scheme(replace(line((0, 1)), active=(range(0, 3, 2),) * 3)),
+        "lane 0: needs active iterations, in a run, of each rank",
+    ),
+    (scheme(replace(line((0, 1)), active=(range(1, 2),) * 3)), "step 0: lane 0: no pair is active"),
+    (
+        scheme(replace(line((0, 1), (1, 2)), active=(range(1), range(0), range(1)))),
+        "end, rank 1, slot 1: must hold chunk 1 of ranks {0}, holds nothing",
     ),
     (scheme(line((0, 1))), "end, rank 1, slot 1: must hold chunk 1 of ranks {0}, holds nothing"),
     (
