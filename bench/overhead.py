@@ -186,7 +186,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console = Console()
+        console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(table(figures))
         same = figures["native_program_is_the_plain_one"]
         console.print(f"{'ok  ' if same else 'FAIL'} native plans compile to the plain program")

@@ -212,7 +212,10 @@ def _table(
     predicted: tuple[dict[str, int], dict[str, int]],
     gradient: dict[str, float],
 ) -> Table:
-    table = Table(title="plain against optimised, each step", title_justify="left")
+    table = Table(
+        title="plain against optimised; bytes a step that the busiest device sends",
+        title_justify="left",
+    )
     table.add_column("")
     for run in (plain, optimised):
         table.add_column(run.name, justify="right")
