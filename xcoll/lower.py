@@ -113,6 +113,8 @@ class _Run:
             for iteration in range(count):
                 for inner in body:
                     buffer, is_own = self._step(inner, buffer, is_own, iteration)
+        # XLA:GPU fuses a final slice into the whole chain of updates before it, and takes minutes.
+        buffer = lax.optimization_barrier(buffer)
         if schedule.collective in ("reduce_scatter", "scatter"):
             return self._own(buffer, is_own)
         if schedule.collective == "all_reduce" and schedule.enter == "own":
