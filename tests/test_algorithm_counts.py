@@ -186,14 +186,14 @@ def test_pipelined_hierarchy(dims: tuple[int, int], segments: int):
     steps = permute_steps(schedule)
     # Each step is one permutation of one slot: as many steps as slots, and the ring filling.
     slots = schedule.num_slots
-    assert slots == segments * n
+    assert slots == (segments - 1) * n
     assert all(len(s.lanes) == 1 and s.lanes[0].send.count == 1 for s in steps)
     assert len(steps) == 2 * (slots + inner - 2)
     # Between hosts, a payload's all-reduce over hosts: 2 (outer - 1) / outer payloads a host.
     assert set(across(schedule, inner).values()) == {2 * (outer - 1) * slots // outer}
     # One sender a host at most, and meanwhile all its other ranks send inside.
     out = [sum(a // inner != b // inner for a, b in s.lanes[0].pairs) for s in steps]
-    assert out.count(outer) == 2 * segments * (outer - 1) * inner
+    assert out.count(outer) == 2 * (segments - 1) * (outer - 1) * inner
     assert out.count(0) == len(steps) - out.count(outer)
     assert {len(s.lanes[0].pairs) for s in steps} == {n, n - outer}
 

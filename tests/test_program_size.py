@@ -69,14 +69,16 @@ def test_torus(collective: str, grids: list[tuple[int, ...]]):
 
 
 def test_pipelined_hierarchy():
-    # Neither with the hosts nor with the ranks of one, nor with the segments.
-    sizes = {
-        equations(hierarchical(num_segments=segments), AR, math.prod(dims), dims)
-        for dims in [(2, 16), (8, 8), (32, 4), (3, 50)]
-        for segments in (2, 3, 8)
-    }
-    assert len(sizes) == 1
-    assert sizes.pop() <= 6 * 60
+    # It depends neither on the hosts nor on the ranks of one.
+    sizes = {}
+    for segments in (2, 3, 9):
+        (sizes[segments],) = {
+            equations(hierarchical(num_segments=segments), AR, math.prod(dims), dims)
+            for dims in [(2, 16), (8, 8), (32, 4), (3, 50)]
+        }
+    # With one slot a rank, the slots are linear in the rank, which is not looked up in a table.
+    assert sizes[3] == sizes[9]
+    assert max(sizes.values()) <= 6 * 60
 
 
 def on_devices(case: Case, num_ranks: int, dims: tuple[int, ...], root: int) -> np.ndarray:
@@ -121,6 +123,6 @@ def test_loops_run_right(case: Case, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_slots_of_long_loops_fit_32_bits(monkeypatch: pytest.MonkeyPatch):
-    # 70000 slots, 35000 iterations backwards: their product does not fit.
+    # 70,000 slots, 35,000 iterations backwards: their product does not fit.
     monkeypatch.setattr(lower, "UNROLL_MAX_RANKS", 1)
-    on_devices(Case(hierarchical(num_segments=35000), AR, (2,)), 2, (2, 1), 0)
+    on_devices(Case(hierarchical(num_segments=35001), AR, (2,)), 2, (2, 1), 0)

@@ -70,7 +70,7 @@ def hierarchical(*levels: str | Choice, num_segments: int = 1) -> Choice:
     Args:
       *levels: the algorithm of each level, innermost first; none: native at every level.
       num_segments: more than 1 makes one schedule of two levels, whose steps hold pairs of both:
-        the payload is pipelined through them in that many slots a rank.
+        the payload is pipelined through them, in ``num_segments - 1`` slots a rank.
 
     Raises:
       TypeError: a level is neither a name nor a choice.

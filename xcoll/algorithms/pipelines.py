@@ -27,25 +27,26 @@ from xcoll.schedule import ClosedForm, Lane, Phase, Schedule, Slots
 def pipelined_all_reduce(num_ranks: int, *, dims: tuple[int, ...], num_segments: int) -> Schedule:
     """Builds the pipelined hierarchical all-reduce.
 
-    ``2 (num_segments n + inner - 2)`` steps of one slot, of which hosts send to each other in
-    ``2 num_segments (outer - 1) inner``. The all-gather takes the ways of the reduce-scatter back.
+    With ``k = num_segments - 1`` slots a rank, ``2 (k n + inner - 2)`` steps of one slot, of which
+    hosts send to each other in ``2 k (outer - 1) inner``. The all-gather takes the ways of the
+    reduce-scatter back.
 
     Args:
       num_ranks: number of ranks.
       dims: number of hosts, and of ranks in each.
-      num_segments: slots a rank that the payload is cut into: more fill the ring sooner, in more
-        steps.
+      num_segments: segments that the payload is pipelined in. Two, one slot a rank, keep both
+        levels busy; more fill the ring sooner, in more steps.
 
     Raises:
       ValueError: ``dims`` are not two levels.
 
-    >>> [step.count for step in pipelined_all_reduce(32, dims=(4, 8), num_segments=2).steps]
+    >>> [step.count for step in pipelined_all_reduce(32, dims=(4, 8), num_segments=3).steps]
     [7, 48, 15, 15, 48, 7]
     """
     outer, inner = _two_levels(dims)
-    n, num_slots, first = num_ranks, num_segments * num_ranks, inner - 1
-    at_host = num_segments * inner  # slots that start at one host
-    crossing = (outer - 1) * at_host
+    n, last = num_ranks, inner - 1
+    at_host = (num_segments - 1) * inner  # slots that start at one host
+    crossing, num_slots = (outer - 1) * at_host, outer * at_host
 
     def slot(rank: int) -> int:
         """Returns what a rank sends in step 0, or would; each step sends the next one."""
@@ -55,7 +56,7 @@ def pipelined_all_reduce(num_ranks: int, *, dims: tuple[int, ...], num_segments:
     def sends(rank: int) -> range:
         # The last rank of a host sends only to the next host: what does not end there.
         place = rank % inner
-        return range(place, place + (crossing if place == first else num_slots))
+        return range(place, place + (crossing if place == last else num_slots))
 
     lane = Lane(
         shift(n, 1),
@@ -64,7 +65,7 @@ def pipelined_all_reduce(num_ranks: int, *, dims: tuple[int, ...], num_segments:
         reduce=True,
         active=tuple(map(sends, range(n))),
     )
-    scatter = in_windows(lane, (0, first, first + crossing, first + num_slots - 1))
+    scatter = in_windows(lane, (0, last, last + crossing, last + num_slots - 1))
     return Schedule(
         algorithm="hierarchical",
         collective="all_reduce",
@@ -92,7 +93,7 @@ def pipelined_form(
     """
     del collective
     outer, inner = _two_levels(dims)
-    at_host = num_segments * inner
+    at_host = (num_segments - 1) * inner
     phases = (
         Phase(inner - 1, 1, block=inner, reduce=True),
         Phase((outer - 1) * at_host, 1, reduce=True),
@@ -100,4 +101,4 @@ def pipelined_form(
     )
     scatter = tuple(phase for phase in phases if phase.steps)
     gather = tuple(Phase(p.steps, p.slots, block=p.block) for p in reversed(scatter))
-    return ClosedForm(num_segments * num_ranks, scatter + gather)
+    return ClosedForm(outer * at_host, scatter + gather)
