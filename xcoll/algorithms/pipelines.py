@@ -9,7 +9,8 @@ rank, sends nearly all of it. The slots that start at a host follow each other t
 ring: while one of them is between hosts, others are inside, on the links of the same step.
 
 A step has one of two sets of pairs, so that the program does not grow with the ranks: the ring,
-or only its links inside hosts, while the ring fills and drains.
+or only its links inside hosts, while the ring fills and drains. The links inside carry the whole
+payload, and what nobody needs while not all ranks have something to send: the fast links pay.
 
 References:
   Watts and van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel
