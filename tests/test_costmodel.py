@@ -2,14 +2,16 @@
 
 import math
 import random
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from xcoll.accounting import operations, permutes_in_program, wire_bytes
+from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS
 from xcoll.costmodel import Operand, Pricer, operands, packing_ps
+from xcoll.emitted import permutes_in_program
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps
 from xcoll.plan import Operation, Request, Span, Stage
@@ -209,7 +211,12 @@ BY_HAND = [
         (N // 4, 3 * N // 4 + 3 * N // 4),
     ),
     # Partners at distance 1 and 2 are in the same host, at distance 4 in the other.
-    ("all_reduce", "recursive_doubling", [("collective-permute", BOTH, N, 3)], (N, 2 * N)),
+    (
+        "all_reduce",
+        "recursive_doubling",
+        [("collective-permute", ("device",), N, 2), ("collective-permute", ("host",), N, 1)],
+        (N, 2 * N),
+    ),
     (
         "all_reduce",
         "direct",
@@ -250,6 +257,27 @@ def test_operations_and_bytes_by_hand(collective, name, expected, sent):
     made = plan(request(N, (2, 4), collective, op), topology, Policy(algorithm=name))
     assert made.operations == tuple(Operation(*e) for e in expected)
     assert made.wire_bytes == (("host", sent[0]), ("device", sent[1]))
+
+
+def test_what_cpus_carry_wider():
+    # XLA:CPU carries bfloat16 as float32 in its own collectives; what only moves inside a plan
+    # keeps its width.
+    topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
+    wanted = request(N, (2, 4), dtype="bfloat16", itemsize=2)
+
+    def sizes(name):
+        made = plan(wanted, topology, Policy(algorithm=name))
+        return [(op.kind, op.operand_bytes) for op in made.operations]
+
+    assert sizes("native") == [("all-reduce", 2 * N)]
+    assert sizes("ring") == [("collective-permute", N // 8)]
+    assert sizes("hierarchical") == [
+        ("reduce-scatter", 2 * N),
+        ("all-reduce", N // 2),
+        ("all-gather", N // 4),
+    ]
+    made = plan(replace(wanted, platform="tpu"), topology, Policy(algorithm="native"))
+    assert made.operations[0].operand_bytes == N
 
 
 def test_native_groups_list_each_operand():

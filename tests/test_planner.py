@@ -418,7 +418,7 @@ def test_planning_for_131072_devices_builds_no_schedule(monkeypatch):
         raise AssertionError("a schedule was built")
 
     real = build
-    monkeypatch.setattr("xcoll.accounting.build", refuse)
+    monkeypatch.setattr("xcoll.emitted.build", refuse)
     monkeypatch.setattr(
         # Only to see whether an algorithm shuffles, on three ranks.
         "xcoll.costmodel.build",

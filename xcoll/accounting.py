@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from xcoll.algorithms import build, closed_form
-from xcoll.costmodel import Operand, native_as, operands, stage_form
+from xcoll.algorithms.registry import ROOTED
+from xcoll.costmodel import (
+    REDUCTIONS,
+    Operand,
+    carried_itemsize,
+    native_as,
+    operands,
+    stage_form,
+)
+from xcoll.emitted import (
+    EXACT_MAX_RANKS,
+    MAX_PERMUTES,
+    Ints,
+    Pairs,
+    emitted_by,
+    permutes_in_program,
+)
 from xcoll.plan import Operation, Request, Span, Stage
-from xcoll.policy import Choice
-from xcoll.schedule import Lane, NativeStep, PermuteStep, Repeat, Schedule
-
-EXACT_MAX_RANKS = 64
-"""Up to this many ranks, bytes and operations are counted on the schedule itself; beyond, on its
-closed form."""
-
-MAX_PERMUTES = 150
-"""Permutes that a plan may write into the program; more take seconds each to compile on a TPU."""
 
 HLO_KIND = {
     "all_reduce": "all-reduce",
@@ -32,24 +36,6 @@ HLO_KIND = {
     "broadcast": "collective-broadcast",
 }
 """What the schedules' collectives are called in compiled programs."""
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class _Emitted:
-    """What a stage emits, in slots: permutes and XLA's collectives, with their counts.
-
-    Attributes:
-      permutes: pairs of slots in the operand and executions.
-      natives: pairs of collective and slots in the operand.
-      moved: for up to `EXACT_MAX_RANKS` ranks, slots that each rank (row) sends to each other by
-        permutes.
-    """
-
-    permutes: tuple[tuple[int, int], ...]
-    natives: tuple[tuple[str, int], ...]
-    moved: Ints | None
 
 
 def operations(request: Request, stages: Sequence[Stage]) -> tuple[Operation, ...]:
@@ -86,29 +72,13 @@ def wire_bytes(request: Request, stages: Sequence[Stage]) -> tuple[tuple[str, in
         for stage, operand in _cut(request, stages):
             if stage.span.num_ranks == 1:
                 continue
-            emitted, slot_bytes = _emitted(stage), operand.slot_elements * request.itemsize
+            emitted, slot = emitted_by(stage), operand.slot_elements
             assert emitted.moved is not None
-            sent += _traffic(request, stage.span, emitted.moved * slot_bytes)
+            sent += _traffic(request, stage.span, emitted.moved * slot * request.itemsize)
             for collective, slots in emitted.natives:
-                kind = HLO_KIND[collective]
-                sent += _native_traffic(request, stage.span, kind, slots * slot_bytes)
+                num_bytes = slots * slot * _itemsize_in(request, collective)
+                sent += _native_traffic(request, stage.span, HLO_KIND[collective], num_bytes)
     return tuple((axis, int(sent[i].max())) for i, axis in enumerate(request.axes))
-
-
-def permutes_in_program(stages: Sequence[Stage]) -> int:
-    """Returns how many permutes a plan writes into the program; loops count once."""
-    total = 0
-    for stage in stages:
-        if stage.choice.name == "native":
-            continue
-        phases = stage_form(stage).phases
-        looped = stage.choice.name in ("ring", "bidirectional_ring")
-        total += sum(
-            phase.lanes * (1 if looped else phase.steps)
-            for phase in phases
-            if phase.kind == "permute"
-        )
-    return total
 
 
 def _is_counted(request: Request, stages: Sequence[Stage]) -> bool:
@@ -131,59 +101,41 @@ def _operations(
         return
     if _is_native(stages):
         kind = HLO_KIND[native_as(request.collective, request.platform)]
+        itemsize = carried_itemsize(request.dtype, request.itemsize, request.platform)
+        if request.collective == "broadcast" and kind == "all-reduce":
+            itemsize = request.itemsize  # it sums bit patterns
         for shape in request.shapes:
-            if num_bytes := math.prod(shape) * request.itemsize:
+            if num_bytes := math.prod(shape) * itemsize:
                 yield kind, request.axes, num_bytes, 1
         return
     for stage, operand in _cut(request, stages):
         if stage.span.num_ranks > 1:
-            emitted, slot_bytes = _emitted(stage), operand.slot_elements * request.itemsize
-            for slots, count in emitted.permutes:
-                yield HLO_KIND["permute"], stage.span.axes, slots * slot_bytes, count
+            emitted, slot, axes = emitted_by(stage), operand.slot_elements, stage.span.axes
+            # Who sends to whom is known, but for a root that the request does not name.
+            rooted = stage.collective in ROOTED
+            for slots, pairs, count in emitted.permutes:
+                moved = axes if rooted else _moved_axes(request, stage.span, pairs)
+                yield HLO_KIND["permute"], moved, slots * slot * request.itemsize, count
             for collective, slots in emitted.natives:
-                yield HLO_KIND[collective], stage.span.axes, slots * slot_bytes, 1
+                num_bytes = slots * slot * _itemsize_in(request, collective)
+                yield HLO_KIND[collective], axes, num_bytes, 1
 
 
-def _emitted(stage: Stage) -> _Emitted:
-    span = stage.span
-    return _emitted_by(stage.choice, stage.collective, span.num_ranks, stage.dims)
+def _itemsize_in(request: Request, collective: str) -> int:
+    """Bytes of an element in a collective inside a plan."""
+    if collective not in REDUCTIONS:
+        return request.itemsize
+    return carried_itemsize(request.dtype, request.itemsize, request.platform)
 
 
-@functools.lru_cache(maxsize=1024)
-def _emitted_by(choice: Choice, collective: str, num_ranks: int, dims: tuple[int, ...]) -> _Emitted:
-    permutes: Counter[int] = Counter()
-    natives: list[tuple[str, int]] = []
-    if num_ranks > EXACT_MAX_RANKS:
-        form = closed_form(choice, collective, num_ranks, dims=dims)
-        for phase in form.phases:
-            if phase.kind == "permute":
-                permutes[phase.slots] += phase.steps * phase.lanes
-            elif phase.kind != "fold":
-                natives.append((phase.kind, phase.slots))
-        return _Emitted(tuple(permutes.items()), tuple(natives), None)
-    schedule = build(choice, collective, num_ranks, dims=dims)
-    moved = np.zeros((num_ranks, num_ranks), np.int64)
-    for step, count in _steps(schedule):
-        if isinstance(step, NativeStep):
-            own = step.collective == "all_gather"
-            natives.append((step.collective, schedule.share if own else schedule.num_slots))
-            continue
-        permutes[step.send.count] += count
-        sources, destinations = zip(*step.pairs, strict=True)
-        # No rank sends twice on a lane, so that no place is added to twice.
-        moved[sources, destinations] += step.send.count * count
-    return _Emitted(tuple(permutes.items()), tuple(natives), moved)
-
-
-def _steps(schedule: Schedule) -> Iterator[tuple[NativeStep | Lane, int]]:
-    for step in schedule.steps:
-        body, count = (step.body, step.count) if isinstance(step, Repeat) else ((step,), 1)
-        for inner in body:
-            if isinstance(inner, PermuteStep):
-                for lane in inner.lanes:
-                    yield lane, count
-            elif isinstance(inner, NativeStep):
-                yield inner, count
+def _moved_axes(request: Request, span: Span, pairs: Pairs) -> tuple[str, ...]:
+    """Returns the axes in which the ends of a pair differ, or all where the pairs are not known."""
+    if not pairs:
+        return span.axes
+    _, differ = _members(request.axes, request.axis_sizes, span)
+    sources, destinations = zip(*pairs, strict=True)
+    moved = differ[:, sources, destinations].any(axis=1)
+    return tuple(axis for axis, is_moved in zip(request.axes, moved, strict=True) if is_moved)
 
 
 def _traffic(request: Request, span: Span, matrix: Ints) -> Ints:
@@ -245,12 +197,13 @@ def _bounds(request: Request, stages: Sequence[Stage]) -> Iterator[tuple[Span, s
             yield stages[0].span, kind, num_bytes, count, 1
         return
     for stage, operand in _cut(request, stages):
-        slot_bytes = operand.slot_elements * request.itemsize
         for phase in stage_form(stage).phases:
             if phase.kind != "fold":
                 kind = HLO_KIND[phase.kind]
                 count = phase.steps * phase.lanes
-                yield stage.span, kind, phase.slots * slot_bytes, count, phase.distance
+                itemsize = _itemsize_in(request, phase.kind)
+                num_bytes = phase.slots * operand.slot_elements * itemsize
+                yield stage.span, kind, num_bytes, count, phase.distance
 
 
 def _bound(

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from xcoll.accounting import MAX_PERMUTES, permutes_in_program
 from xcoll.algorithms import ALGORITHMS
 from xcoll.costmodel import operands
+from xcoll.emitted import MAX_PERMUTES, permutes_in_program
 from xcoll.plan import Request, Span, Stage
 from xcoll.policy import Choice
 from xcoll.topology import Digit, Topology

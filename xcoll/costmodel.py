@@ -36,11 +36,28 @@ NATIVE_AS = {
 broadcast."""
 
 
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+"""XLA's collectives that compute."""
+
+
 def native_as(collective: str, platform: str) -> str:
     """Returns what XLA runs for a collective: itself, or what stands for it."""
     if collective == "broadcast" and platform == "gpu":
         return collective
     return NATIVE_AS.get(collective, collective)
+
+
+def carried_itemsize(dtype: str, itemsize: int, platform: str) -> int:
+    """Returns the bytes with which XLA's own collectives carry an element.
+
+    XLA:CPU carries bfloat16 as float32, and float8 as float16. What only moves inside a plan
+    (permutes, all-gathers, all-to-alls) travels as integers of its width instead.
+    """
+    if platform != "cpu":
+        return itemsize
+    if dtype == "bfloat16":
+        return 4
+    return 2 if dtype.startswith("float8") else itemsize
 
 
 @dataclass(frozen=True)
@@ -112,13 +129,15 @@ class Pricer:
     Args:
       topology: a known topology.
       itemsize: bytes of an element.
+      summed_itemsize: bytes with which XLA's own reductions carry it; by default the same.
     """
 
-    def __init__(self, topology: Topology, itemsize: int):
+    def __init__(self, topology: Topology, itemsize: int, summed_itemsize: int | None = None):
         assert topology.device is not None
         self.topology = topology
         self.device = topology.device
         self.itemsize = itemsize
+        self.summed_itemsize = itemsize if summed_itemsize is None else summed_itemsize
         self._stages: dict[tuple[Stage, Operand], int] = {}
         self._shapes = _shapes_on(topology)
 
@@ -147,12 +166,17 @@ class Pricer:
             shape = self._shapes[stage] = _shape(self.topology, device, stage)
         if stage.choice.name == "native":
             collective = native_as(stage.collective, device.platform)
-            return native_ps(device, shape.digits, collective, operand.num_elements * self.itemsize)
+            num_bytes = operand.num_elements * self._itemsize_in(collective)
+            return native_ps(device, shape.digits, collective, num_bytes)
         slot_bytes = operand.slot_elements * self.itemsize
         time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
         for collective, slots in shape.natives:
-            time += native_ps(device, shape.digits, collective, slots * slot_bytes)
+            num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
+            time += native_ps(device, shape.digits, collective, num_bytes)
         return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
+
+    def _itemsize_in(self, collective: str) -> int:
+        return self.summed_itemsize if collective in REDUCTIONS else self.itemsize
 
 
 @dataclass(frozen=True)

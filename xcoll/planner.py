@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS, check_choice
 from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, does, hierarchies, whole, whole_span
-from xcoll.costmodel import Pricer, native_as, packing_ps
+from xcoll.costmodel import Pricer, carried_itemsize, native_as, packing_ps
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
 from xcoll.loads import span_digits
@@ -119,7 +119,11 @@ class _Maker:
         self.request = request
         self.topology = topology
         self.span = whole_span(request)
-        self.pricer = Pricer(topology, request.itemsize) if topology.is_known else None
+        self.summed = request.itemsize
+        if topology.device is not None and topology.device.num_hosts > 1:
+            # Between hosts every byte counts. Inside one, time is not known to go by the width.
+            self.summed = carried_itemsize(request.dtype, request.itemsize, topology.platform)
+        self.pricer = Pricer(topology, request.itemsize, self.summed) if topology.is_known else None
         stage = Stage(request.collective, self.span, NATIVE)
         self.native_option = _Option("native", (stage,), self._native_ps())
 
@@ -222,7 +226,8 @@ class _Maker:
         collective = native_as(self.request.collective, self.topology.device.platform)
         digits = span_digits(self.topology, self.span)
         # XLA's combiner makes one operation of a group.
-        return native_ps(self.topology.device, digits, collective, self.request.num_bytes)
+        num_bytes = self.request.num_elements * self.summed
+        return native_ps(self.topology.device, digits, collective, num_bytes)
 
     def _made(self, option: _Option, reason: str, others: Sequence[_Option]) -> Plan:
         request, topology = self.request, self.topology

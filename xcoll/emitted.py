@@ -1,0 +1,106 @@
+"""What the stages of plans put into the program: permutes and XLA's collectives, in slots."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from xcoll.algorithms import build, closed_form
+from xcoll.costmodel import stage_form
+from xcoll.plan import Stage
+from xcoll.policy import Choice
+from xcoll.schedule import Lane, NativeStep, PermuteStep, Repeat, Schedule
+
+EXACT_MAX_RANKS = 64
+"""Up to this many ranks, bytes and operations are counted on the schedule itself; beyond, on its
+closed form."""
+
+MAX_PERMUTES = 150
+"""Permutes that a plan may write into the program; more take seconds each to compile on a TPU."""
+
+Pairs = tuple[tuple[int, int], ...]
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What a stage emits, in slots: permutes and XLA's collectives, with their counts.
+
+    Attributes:
+      permutes: slots in the operand, pairs of ranks (empty where there are more than
+        `EXACT_MAX_RANKS` ranks) and executions.
+      natives: pairs of collective and slots in the operand.
+      moved: for up to `EXACT_MAX_RANKS` ranks, slots that each rank (row) sends to each other by
+        permutes.
+    """
+
+    permutes: tuple[tuple[int, Pairs, int], ...]
+    natives: tuple[tuple[str, int], ...]
+    moved: Ints | None
+
+
+def permutes_in_program(stages: Sequence[Stage]) -> int:
+    """Returns how many permutes a plan writes into the program; loops count once."""
+    total = 0
+    for stage in stages:
+        if stage.choice.name == "native":
+            continue
+        phases = stage_form(stage).phases
+        looped = stage.choice.name in ("ring", "bidirectional_ring")
+        total += sum(
+            phase.lanes * (1 if looped else phase.steps)
+            for phase in phases
+            if phase.kind == "permute"
+        )
+    return total
+
+
+def emitted_by(stage: Stage) -> Emitted:
+    """Returns what a stage emits; of rooted collectives, with rank 0 as the root."""
+    span = stage.span
+    return _emitted_by(stage.choice, stage.collective, span.num_ranks, stage.dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _emitted_by(choice: Choice, collective: str, num_ranks: int, dims: tuple[int, ...]) -> Emitted:
+    permutes: Counter[tuple[int, Pairs]] = Counter()
+    natives: list[tuple[str, int]] = []
+    if num_ranks > EXACT_MAX_RANKS:
+        form = closed_form(choice, collective, num_ranks, dims=dims)
+        for phase in form.phases:
+            if phase.kind == "permute":
+                permutes[phase.slots, ()] += phase.steps * phase.lanes
+            elif phase.kind != "fold":
+                natives.append((phase.kind, phase.slots))
+        return Emitted(_flat(permutes), tuple(natives), None)
+    schedule = build(choice, collective, num_ranks, dims=dims)
+    moved = np.zeros((num_ranks, num_ranks), np.int64)
+    for step, count in _steps(schedule):
+        if isinstance(step, NativeStep):
+            own = step.collective == "all_gather"
+            natives.append((step.collective, schedule.share if own else schedule.num_slots))
+            continue
+        permutes[step.send.count, step.pairs] += count
+        sources, destinations = zip(*step.pairs, strict=True)
+        # No rank sends twice on a lane, so that no place is added to twice.
+        moved[sources, destinations] += step.send.count * count
+    return Emitted(_flat(permutes), tuple(natives), moved)
+
+
+def _flat(permutes: Counter[tuple[int, Pairs]]) -> tuple[tuple[int, Pairs, int], ...]:
+    return tuple((slots, pairs, count) for (slots, pairs), count in permutes.items())
+
+
+def _steps(schedule: Schedule) -> Iterator[tuple[NativeStep | Lane, int]]:
+    for step in schedule.steps:
+        body, count = (step.body, step.count) if isinstance(step, Repeat) else ((step,), 1)
+        for inner in body:
+            if isinstance(inner, PermuteStep):
+                for lane in inner.lanes:
+                    yield lane, count
+            elif isinstance(inner, NativeStep):
+                yield inner, count
