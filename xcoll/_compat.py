@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+from jax.experimental.layout import Format
 from jax.interpreters import mlir
 
 
@@ -150,3 +152,37 @@ def lower_unchecked(
             return lower(ctx.replace(avals_in=avals), *args, **params)
 
     return rule
+
+
+def lowering_platform(lowering_context: Any) -> str:
+    """Returns the platform a program is lowered for: ``"cpu"``, ``"tpu"`` or ``"gpu"``."""
+    platforms = lowering_context.platforms or lowering_context.module_context.platforms
+    return "gpu" if platforms[0] in ("cuda", "rocm", "gpu") else str(platforms[0])
+
+
+def jit_options(fn: Any) -> dict[str, Any]:
+    """Returns the arguments that made a jitted function, to give to `jax.jit` once more."""
+    info = fn._jit_info
+    options: dict[str, Any] = {
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+        "donate_argnums": info.donate_argnums,
+        "donate_argnames": info.donate_argnames,
+        "keep_unused": info.keep_unused,
+        "device": info.device,
+        "backend": info.backend,
+        "inline": info.inline,
+        "compiler_options": dict(info.compiler_options_kvs) or None,
+    }
+    for side in ("in", "out"):
+        shardings = getattr(info, f"{side}_shardings_leaves")
+        layouts = getattr(info, f"{side}_layouts_leaves")
+        if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and not any(layouts):
+            continue
+        leaves = [
+            Format(layout, sharding) if layout is not None else sharding
+            for sharding, layout in zip(shardings, layouts, strict=True)
+        ]
+        tree = getattr(info, f"{side}_shardings_treedef")
+        options[f"{side}_shardings"] = jax.tree.unflatten(tree, leaves)
+    return options
