@@ -3,7 +3,7 @@
 
 OLDEST_JAX := 0.11.2
 OLDEST_TESTS := tests/test_transform.py tests/test_primitives.py tests/test_collectives.py \
-  tests/test_laws.py
+  tests/test_composites.py tests/test_laws.py
 
 PY := .venv/bin/python
 OLDEST_PY := .venv-oldest/bin/python
@@ -27,7 +27,7 @@ test: .venv/installed-aot ## all tests, with the TPU and GPU compilers
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-oldest: .venv-oldest/installed ## the pass, primitives and collectives on the oldest jax
-	$(OLDEST_PY) -m pytest $(PYTEST_ARGS) $(wildcard $(OLDEST_TESTS))
+	$(OLDEST_PY) -m pytest -n 2 $(PYTEST_ARGS) $(wildcard $(OLDEST_TESTS))
 
 lint: .venv/installed-dev ## ruff: rules and format
 	$(PY) -m ruff check .
