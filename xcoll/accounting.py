@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from xcoll.algorithms.registry import ROOTED
 from xcoll.costmodel import (
     REDUCTIONS,
     Operand,
@@ -72,7 +71,7 @@ def wire_bytes(request: Request, stages: Sequence[Stage]) -> tuple[tuple[str, in
         for stage, operand in _cut(request, stages):
             if stage.span.num_ranks == 1:
                 continue
-            emitted, slot = emitted_by(stage), operand.slot_elements
+            emitted, slot = emitted_by(stage, request.root), operand.slot_elements
             assert emitted.moved is not None
             sent += _traffic(request, stage.span, emitted.moved * slot * request.itemsize)
             for collective, slots in emitted.natives:
@@ -110,11 +109,10 @@ def _operations(
         return
     for stage, operand in _cut(request, stages):
         if stage.span.num_ranks > 1:
-            emitted, slot, axes = emitted_by(stage), operand.slot_elements, stage.span.axes
-            # Who sends to whom is known, but for a root that the request does not name.
-            rooted = stage.collective in ROOTED
+            emitted, slot = emitted_by(stage, request.root), operand.slot_elements
+            axes = stage.span.axes
             for slots, pairs, count in emitted.permutes:
-                moved = axes if rooted else _moved_axes(request, stage.span, pairs)
+                moved = _moved_axes(request, stage.span, pairs)
                 yield HLO_KIND["permute"], moved, slots * slot * request.itemsize, count
             for collective, slots in emitted.natives:
                 num_bytes = slots * slot * _itemsize_in(request, collective)

@@ -13,6 +13,7 @@ from xcoll.algorithms import build, closed_form
 from xcoll.costmodel import stage_form
 from xcoll.plan import Stage
 from xcoll.policy import Choice
+from xcoll.proof import ROOTED
 from xcoll.schedule import Lane, NativeStep, PermuteStep, Repeat, Schedule
 
 EXACT_MAX_RANKS = 64
@@ -50,23 +51,26 @@ def permutes_in_program(stages: Sequence[Stage]) -> int:
         if stage.choice.name == "native":
             continue
         phases = stage_form(stage).phases
-        looped = stage.choice.name in ("ring", "bidirectional_ring")
+        looped = stage.choice.name in ("ring", "bidirectional_ring", "torus", "hierarchical")
+        levels = max(1, sum(size > 1 for size in stage.dims))
         total += sum(
-            phase.lanes * (1 if looped else phase.steps)
+            phase.lanes * (levels if looped else phase.steps)
             for phase in phases
             if phase.kind == "permute"
         )
     return total
 
 
-def emitted_by(stage: Stage) -> Emitted:
-    """Returns what a stage emits; of rooted collectives, with rank 0 as the root."""
-    span = stage.span
-    return _emitted_by(stage.choice, stage.collective, span.num_ranks, stage.dims)
+def emitted_by(stage: Stage, root: int) -> Emitted:
+    """Returns what a stage emits; a rooted collective with ``root`` as its root."""
+    root = root if stage.collective in ROOTED else 0
+    return _emitted_by(stage.choice, stage.collective, stage.span.num_ranks, stage.dims, root)
 
 
 @functools.lru_cache(maxsize=1024)
-def _emitted_by(choice: Choice, collective: str, num_ranks: int, dims: tuple[int, ...]) -> Emitted:
+def _emitted_by(
+    choice: Choice, collective: str, num_ranks: int, dims: tuple[int, ...], root: int
+) -> Emitted:
     permutes: Counter[tuple[int, Pairs]] = Counter()
     natives: list[tuple[str, int]] = []
     if num_ranks > EXACT_MAX_RANKS:
@@ -77,7 +81,7 @@ def _emitted_by(choice: Choice, collective: str, num_ranks: int, dims: tuple[int
             elif phase.kind != "fold":
                 natives.append((phase.kind, phase.slots))
         return Emitted(_flat(permutes), tuple(natives), None)
-    schedule = build(choice, collective, num_ranks, dims=dims)
+    schedule = build(choice, collective, num_ranks, dims=dims, root=root)
     moved = np.zeros((num_ranks, num_ranks), np.int64)
     for step, count in _steps(schedule):
         if isinstance(step, NativeStep):
