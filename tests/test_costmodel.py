@@ -246,7 +246,12 @@ BY_HAND = [
     ("broadcast", "native", [("all-reduce", BOTH, N, 1)], (14 * N // 8,) * 2),
     # Binomial, root 0: to 4, then to 2 and 6, then to the odd ones: rank 0 sends once to the other
     # host and twice inside its own.
-    ("broadcast", "tree", [("collective-permute", BOTH, N, 3)], (N, 2 * N)),
+    (
+        "broadcast",
+        "tree",
+        [("collective-permute", ("host",), N, 1), ("collective-permute", ("device",), N, 2)],
+        (N, 2 * N),
+    ),
 ]
 
 
