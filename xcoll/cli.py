@@ -20,10 +20,11 @@ from rich.table import Table
 
 from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
-from xcoll.planner import plan, readable_time
+from xcoll.planner import plan
 from xcoll.policy import COLLECTIVE_OF, Choice, Policy
 from xcoll.schedule import COLLECTIVES
 from xcoll.topology import Topology
+from xcoll.units import readable_bytes, readable_time
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _OPS = ("sum", "max", "min", "prod")
@@ -226,7 +227,7 @@ def _print(made: Plan, topology: Topology) -> None:
         by_axis = dict(sent)
         table.add_row(
             name,
-            "-" if time is None else readable_time(time),
+            readable_time(time),
             *(readable_bytes(by_axis.get(axis, 0)) for axis in request.axes),
             reason,
             style="bold" if name.startswith("> ") else None,
@@ -240,15 +241,3 @@ def _print(made: Plan, topology: Topology) -> None:
             highlight=False,
             markup=False,
         )
-
-
-def readable_bytes(num_bytes: int) -> str:
-    """Reads bytes as people do.
-
-    >>> readable_bytes(16777216), readable_bytes(500)
-    ('16 MiB', '500 B')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
-    return f"{num_bytes} B"

@@ -22,6 +22,7 @@ from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Choice, Policy
 from xcoll.roundoff import error_bound, is_inexact
 from xcoll.topology import Topology
+from xcoll.units import readable_time
 
 
 @dataclass(frozen=True)
@@ -275,15 +276,3 @@ def _least_departure(options: Sequence[_Option]) -> _Option:
     fastest = min(option.time_ps or 0 for option in options)
     close = [o for o in options if (o.time_ps or 0) * (100 - GAIN_PERCENT) <= fastest * 100]
     return min(close, key=lambda o: (sum(s.choice != NATIVE for s in o.stages), o.order))
-
-
-def readable_time(time_ps: int) -> str:
-    """Reads picoseconds as people do.
-
-    >>> readable_time(743_000_000_000), readable_time(12_500_000)
-    ('743 ms', '12.5 us')
-    """
-    for unit, scale in (("s", 10**12), ("ms", 10**9), ("us", 10**6)):
-        if time_ps >= scale:
-            return f"{time_ps / scale:.3g} {unit}"
-    return f"{time_ps / 1000:.3g} ns"
