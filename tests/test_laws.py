@@ -44,6 +44,9 @@ NESTED = [
 ]
 
 
+REDUCTIONS = [c for c in FLAT + NESTED if c[1] in ("all_reduce", "reduce_scatter")]
+
+
 def mesh_2x4() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), AXES)
 
@@ -152,10 +155,7 @@ def test_nothing_silent():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(
-    ("choice", "collective"), [c for c in FLAT + NESTED if c[1] in ("all_reduce", "reduce_scatter")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("choice", "collective"), REDUCTIONS, ids=str)
 def test_non_finite_values_stay_where_they_are(choice, collective, bad):
     """An element is non-finite exactly where the exact sum is: padding leaks nothing."""
     fn = program(collective)

@@ -30,7 +30,8 @@ results = {}
 
 
 def run(name, policy, **kwargs):
-    fn = jax.shard_map(lambda v: lax.psum(v, axes), mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    specs = dict(mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    fn = jax.shard_map(lambda v: lax.psum(v, axes), **specs)
     ours = xcoll.optimize(fn, policy=policy, **kwargs)
     try:
         out = np.asarray(jax.jit(ours)(x).addressable_shards[0].data)

@@ -205,7 +205,7 @@ def test_jvp_and_hessian_vector_product():
         np.testing.assert_allclose(tangent, exact, rtol=1e-5, atol=1e-5)
 
         def product(f):
-            return jax.jvp(jax.grad(lambda v: f(v).sum()), (x,), (x,))[1]  # noqa: B023
+            return jax.jvp(jax.grad(lambda v: f(v).sum()), (x,), (x,))[1]
 
         np.testing.assert_allclose(product(ours), product(fn), rtol=1e-5, atol=1e-5)
 
