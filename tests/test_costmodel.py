@@ -11,8 +11,9 @@ import pytest
 from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS
 from xcoll.costmodel import Operand, Pricer, operands, packing_ps
-from xcoll.emitted import permutes_in_program
+from xcoll.emitted import UNROLLED_RANKS, permutes_in_program
 from xcoll.loads import span_digits
+from xcoll.lower import UNROLL_MAX_RANKS
 from xcoll.natives import native_ps
 from xcoll.plan import Operation, Request, Span, Stage
 from xcoll.planner import plan
@@ -308,11 +309,22 @@ def test_beyond_64_ranks_bytes_are_bounds_on_what_is_counted_below(monkeypatch, 
         assert exact <= bound <= (1 if name == "ring" else 3) * exact
 
 
+def test_broadcast_down_a_chain_counts_the_pairs_that_send():
+    # Eight chunks pass ranks 0 to 6; only the hop from rank 3 to rank 4 crosses hosts.
+    topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
+    wanted = request(N, (2, 4), "broadcast", "none")
+    made = plan(wanted, topology, Policy(algorithm="ring"))
+    assert made.wire_bytes == (("host", N), ("device", N))
+    assert sum(op.count for op in made.operations) == 14
+    assert UNROLLED_RANKS == UNROLL_MAX_RANKS
+
+
 def test_ring_programs_do_not_grow():
     def permutes(ranks, name):
         return permutes_in_program([Stage("all_reduce", Span(("i",), ranks), Choice(name))])
 
     assert permutes(64, "ring") == permutes(131_072, "ring") == 2
+    assert permutes(16, "ring") == 30, "written out"
     assert permutes(131_072, "recursive_doubling") == 17
     assert permutes(1024, "tree") == 20
 
