@@ -101,8 +101,8 @@ def _operations(
     if _is_native(stages):
         kind = HLO_KIND[native_as(request.collective, request.platform)]
         itemsize = carried_itemsize(request.dtype, request.itemsize, request.platform)
-        if request.collective == "broadcast" and kind == "all-reduce":
-            itemsize = request.itemsize  # it sums bit patterns
+        if request.collective in ("broadcast", "gather", "scatter"):
+            itemsize = request.itemsize  # moved as bit patterns
         for shape in request.shapes:
             if num_bytes := math.prod(shape) * itemsize:
                 yield kind, request.axes, num_bytes, 1

@@ -13,8 +13,7 @@ from xcoll.algorithms import build, closed_form
 from xcoll.costmodel import stage_form
 from xcoll.plan import Stage
 from xcoll.policy import Choice
-from xcoll.proof import ROOTED
-from xcoll.schedule import Lane, NativeStep, PermuteStep, Repeat, Schedule
+from xcoll.schedule import ROOTED, Lane, NativeStep, PermuteStep, Repeat, Schedule
 
 EXACT_MAX_RANKS = 64
 """Up to this many ranks, bytes and operations are counted on the schedule itself; beyond, on its
@@ -87,13 +86,13 @@ def _emitted_by(
         return Emitted(_flat(permutes), tuple(natives), None)
     schedule = build(choice, collective, num_ranks, dims=dims, root=root)
     moved = np.zeros((num_ranks, num_ranks), np.int64)
-    for step, pairs, count in _steps(schedule):
+    for step, count in _steps(schedule):
         if isinstance(step, NativeStep):
             own = step.collective == "all_gather"
             natives.append((step.collective, schedule.share if own else schedule.num_slots))
             continue
-        permutes[step.send.count, pairs] += count
-        sources, destinations = zip(*pairs, strict=True)
+        permutes[step.send.count, step.pairs] += count
+        sources, destinations = zip(*step.pairs, strict=True)
         # No rank sends twice on a lane, so that no place is added to twice.
         moved[sources, destinations] += step.send.count * count
     return Emitted(_flat(permutes), tuple(natives), moved)
@@ -103,27 +102,16 @@ def _flat(permutes: Counter[tuple[int, Pairs]]) -> tuple[tuple[int, Pairs, int],
     return tuple((slots, pairs, count) for (slots, pairs), count in permutes.items())
 
 
-def _steps(schedule: Schedule) -> Iterator[tuple[NativeStep | Lane, Pairs, int]]:
-    """Yields what is emitted: a lane with the pairs it holds, or a collective; and how often."""
+def _steps(schedule: Schedule) -> Iterator[tuple[NativeStep | Lane, int]]:
+    """Yields lanes and collectives, and how often they run.
+
+    All pairs of a lane send in every iteration, whichever are active: the lowering keeps one
+    permute for all iterations, and receivers drop what is not meant for them.
+    """
     for step in schedule.steps:
         body, count = (step.body, step.count) if isinstance(step, Repeat) else ((step,), 1)
         for inner in body:
             if isinstance(inner, NativeStep):
-                yield inner, (), count
+                yield inner, count
             elif isinstance(inner, PermuteStep):
-                for lane in inner.lanes:
-                    for pairs, times in emitted_pairs(lane, count, schedule.num_ranks):
-                        yield lane, pairs, times
-
-
-def emitted_pairs(lane: Lane, count: int, num_ranks: int) -> Iterator[tuple[Pairs, int]]:
-    """Yields the pairs that ``count`` iterations of a lane put on the wire, and how often.
-
-    Written out, an iteration holds the pairs that are active in it. In a loop the pairs of a
-    permute cannot change, and all of them send in every iteration.
-    """
-    if not lane.active or num_ranks > UNROLLED_RANKS:
-        yield lane.pairs, count
-        return
-    for iteration in range(count):
-        yield lane.sending(iteration), 1
+                yield from ((lane, count) for lane in inner.lanes)

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from xcoll.emitted import UNROLLED_RANKS
 from xcoll.hardware import figure
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
 from xcoll.plan import Span
 from xcoll.runs import start_ps
-from xcoll.schedule import FoldStep, NativeStep, PermuteStep, Repeat, Schedule, ShuffleStep
+from xcoll.schedule import FoldStep, Lane, NativeStep, PermuteStep, Repeat, Schedule, ShuffleStep
 from xcoll.topology import Level, Topology
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -82,7 +81,7 @@ def simulate(schedule: Schedule, topology: Topology, span: Span, slot_bytes: int
             num_bytes = (schedule.share if own else schedule.num_slots) * slot_bytes
             time += count * native_ps(device, network.digits, step.collective, num_bytes)
         else:
-            time += network.run(step, slot_bytes, count)
+            time += count * network.run(step, slot_bytes, count)
     return Simulated(time, tuple(sorted(network.busiest.items())))
 
 
@@ -91,6 +90,7 @@ def _steps(
 ) -> Iterator[tuple[PermuteStep | NativeStep | FoldStep | ShuffleStep, int]]:
     for step in schedule.steps:
         if isinstance(step, Repeat):
+            # Iterations differ in the slots, not in who sends to whom.
             yield from ((inner, step.count) for inner in step.body)
         else:
             yield step, 1
@@ -109,33 +109,14 @@ class _Network:
         self._totals: dict[str, Ints] = {}
 
     def run(self, step: PermuteStep, slot_bytes: int, count: int) -> int:
-        """Returns the time of ``count`` executions, and counts their traffic."""
-        # Iterations differ in the slots; in who sends to whom, only where they are written out.
-        ranks = self.members.shape[1]
-        if all(not lane.active or ranks > UNROLLED_RANKS for lane in step.lanes):
-            moved = [(lane.send.count, lane.pairs) for lane in step.lanes]
-            return count * self._once(step, moved, slot_bytes, count)
-        time = 0
-        for iteration in range(count):
-            moved = [(lane.send.count, lane.sending(iteration)) for lane in step.lanes]
-            time += self._once(step, moved, slot_bytes, 1)
-        return time
-
-    def _once(
-        self,
-        step: PermuteStep,
-        moved: list[tuple[int, tuple[tuple[int, int], ...]]],
-        slot_bytes: int,
-        count: int,
-    ) -> int:
-        """Returns the time of one execution, and counts the traffic of ``count`` alike."""
+        """Returns the time of one execution, and counts the traffic of ``count``."""
         traffic: dict[str, Ints] = {}
         latency = 0
-        swapped = any(set(pairs) & {(b, a) for a, b in pairs} for _, pairs in moved)
+        swapped = any(set(lane.pairs) & {(b, a) for a, b in lane.pairs} for lane in step.lanes)
         sent = np.zeros(len(self.members.ravel()), np.int64)
-        for slots, pairs in moved:
-            sources, destinations = self._ends(pairs)
-            num_bytes = slots * slot_bytes
+        for lane in step.lanes:
+            sources, destinations = self._ends(lane)
+            num_bytes = lane.send.count * slot_bytes
             np.add.at(sent, sources, num_bytes)
             latency = max(latency, self._route(sources, destinations, num_bytes, traffic))
         wire = 0
@@ -157,9 +138,9 @@ class _Network:
         work = transfer_ps(int(sent.max()) * passes, self.device.memory_bytes_per_s)
         return starts * self.device.step_ps + start_ps(self.device) + latency + wire + work
 
-    def _ends(self, pairs: tuple[tuple[int, int], ...]) -> tuple[Ints, Ints]:
-        ends = np.array(pairs, np.int64).reshape(-1, 2)
-        return self.members[:, ends[:, 0]].ravel(), self.members[:, ends[:, 1]].ravel()
+    def _ends(self, lane: Lane) -> tuple[Ints, Ints]:
+        pairs = np.array(lane.pairs, np.int64).reshape(-1, 2)
+        return self.members[:, pairs[:, 0]].ravel(), self.members[:, pairs[:, 1]].ravel()
 
     def _route(
         self, sources: Ints, destinations: Ints, num_bytes: int, traffic: dict[str, Ints]
