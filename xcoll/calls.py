@@ -53,8 +53,14 @@ class Call:
         if reason is not None and forced.name != "native":
             raise ValueError(f"{call}: {reason}")
 
-    def check_leaves(self, x: Any, *, numbers: bool = False) -> None:
-        """Checks that ``x`` is a pytree of arrays, and of numbers where a sum is asked."""
+    def check_leaves(self, x: Any, *, numbers: bool = False, plain: bool = False) -> None:
+        """Checks that ``x`` is a pytree of arrays.
+
+        Args:
+          x: the argument.
+          numbers: of numbers or booleans, since they are combined.
+          plain: not of extended dtypes (typed keys), whose bits are not ours to move.
+        """
         for path, leaf in jax.tree_util.tree_leaves_with_path(x):
             where = f"x{jax.tree_util.keystr(path)}"
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
@@ -63,6 +69,11 @@ class Call:
                     " or leave it out of the pytree"
                 )
             dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
+            if plain and jnp.issubdtype(dtype, jax.dtypes.extended):
+                raise TypeError(
+                    f"{self.name}: {where} has dtype {dtype}, which only jax.lax's own collectives"
+                    " carry; pass jax.random.key_data(key) and wrap what comes back"
+                )
             is_number = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
             if numbers and not is_number:
                 raise TypeError(

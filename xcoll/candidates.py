@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from xcoll.algorithms import ALGORITHMS
+from xcoll.algorithms import ALGORITHMS, part_of
 from xcoll.costmodel import operands
 from xcoll.emitted import MAX_PERMUTES, permutes_in_program
 from xcoll.plan import Request, Span, Stage
@@ -19,10 +19,6 @@ NATIVE = Choice("native")
 Price = Callable[[Sequence[Stage]], int]
 
 _NATIVE_OPS = {"all_reduce": ("sum", "max", "min"), "reduce_scatter": ("sum",)}
-_COUNTERPART = {
-    ("halving_doubling", "all_gather"): "recursive_doubling",
-    ("recursive_doubling", "reduce_scatter"): "halving_doubling",
-}
 _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
     "tree": (("radix", 2), ("radix", 4), ("radix", 8)),
     "double_tree": (("num_chunks", 4), ("num_chunks", 16)),
@@ -49,16 +45,6 @@ def does(choice: Choice, collective: str, op: str) -> str | None:
     if choice.name == "native" and op not in ops:
         return f"XLA's {collective} combines by {', '.join(ops)} only, not by {op}"
     return None
-
-
-def part_of(level: Choice, collective: str) -> Choice:
-    """Returns the algorithm with which a level does its part.
-
-    Halving and doubling are two halves of one algorithm: recursive halving scatters,
-    recursive doubling gathers.
-    """
-    name = _COUNTERPART.get((level.name, collective))
-    return Choice(name) if name else level
 
 
 def choices(collective: str, op: str) -> list[Choice]:

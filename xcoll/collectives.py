@@ -15,7 +15,7 @@ and `TypeError` for a leaf that is no array (its path is named) or a policy of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -83,14 +83,10 @@ def pmean(
     call = Call("pmean", axis_name, policy)
     call.check_leaves(x, numbers=True)
 
-    def mean(leaf: Any) -> Any:
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).max > 1e30:
-            return lax.pmean(leaf, call.axes, axis_index_groups=axis_index_groups)
-        wide = jnp.asarray(leaf, jnp.float32)
-        return lax.pmean(wide, call.axes, axis_index_groups=axis_index_groups).astype(dtype)
+    def mean(x: Any) -> Any:
+        return lax.pmean(x, call.axes, axis_index_groups=axis_index_groups)
 
-    return call.run(lambda x: jax.tree.map(mean, x), x)
+    return call.run(lambda x: jax.tree.map(lambda v: in_wide(mean, v), x), x)
 
 
 def pmax(
@@ -105,7 +101,8 @@ def pmax(
       policy: what xcoll may do.
 
     Returns:
-      The maxima, replicated over the axes; exact. NaN where any rank has NaN.
+      The maxima, replicated over the axes; exact. What a NaN gives is up to who reduces: XLA:CPU's
+      own all-reduce passes over it, a decomposition returns it, as `jax.lax.max` does.
     """
     return _extreme("pmax", lax.pmax, x, axis_name, axis_index_groups, policy)
 
@@ -122,9 +119,17 @@ def pmin(
       policy: what xcoll may do.
 
     Returns:
-      The minima, replicated over the axes; exact. NaN where any rank has NaN.
+      The minima, replicated over the axes; exact. For NaN see `pmax`.
     """
     return _extreme("pmin", lax.pmin, x, axis_name, axis_index_groups, policy)
+
+
+def in_wide(mean: Callable[[Any], Any], leaf: Any) -> Any:
+    """Takes a mean in float32 where the sum of narrow floats can overflow (float16, float8)."""
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating) or float(jnp.finfo(dtype).max) > 1e30:
+        return mean(leaf)
+    return mean(jnp.asarray(leaf, jnp.float32)).astype(dtype)
 
 
 def _extreme(
@@ -299,13 +304,14 @@ def ppermute(
     return call.run(lambda x: lax.ppermute(x, call.axes, pairs), x)
 
 
-def pbroadcast(x: Any, axis_name: Axes, source: int, *, policy: Policy | None = None) -> Any:
+def pbroadcast(x: Any, axis_name: Axes, source: Any, *, policy: Policy | None = None) -> Any:
     """Sends one rank's arrays to all, as `jax.lax.pbroadcast`, and on every platform.
 
     Args:
       x: pytree of arrays, per shard.
       axis_name: mesh axis, or a tuple of them.
-      source: the rank whose arrays are sent.
+      source: the rank whose arrays are sent: an integer; or, as in jax.lax, a traced one, which is
+        not checked and costs a whole all-gather.
       policy: what xcoll may do.
 
     Returns:
@@ -315,5 +321,5 @@ def pbroadcast(x: Any, axis_name: Axes, source: int, *, policy: Policy | None = 
       ValueError: ``source`` is out of range.
     """
     call = Call("pbroadcast", axis_name, policy)
-    call.check_leaves(x)
+    call.check_leaves(x, plain=True)
     return call.run(lambda x: jax.tree.map(lambda v: bind_pbroadcast(v, call.axes, source), x), x)

@@ -42,8 +42,10 @@ def forced_stages(request: Request, topology: Topology, choice: Choice) -> tuple
             sizes = [digit.level.size for digit in topology.digits(request.axes)]
         else:
             sizes = [span.num_ranks for span in level_spans(request, topology)]
-        if len(sizes) < 2:
+        if len(sizes) < 2 and len(request.axes) < 2:
             return f"{choice.name} needs two levels or axes, and there is one"
+        if not sizes or len(sizes) < 2:
+            sizes = [request.num_ranks]  # The other axes have size one.
         if choice.name == "hierarchical":
             # The pipelined form knows two levels: the innermost, and everything around it.
             sizes = [sizes[0], request.num_ranks // sizes[0]]
@@ -71,8 +73,13 @@ def level_spans(request: Request, topology: Topology, at_least: int = 2) -> tupl
 
 def _hierarchy(request: Request, topology: Topology, choice: Choice) -> tuple[Stage, ...] | str:
     spans = level_spans(request, topology, max(2, len(choice.levels)))
-    if len(spans) < 2:
+    if len(spans) < 2 and len(request.axes) < 2:
         return "hierarchical needs two levels, and there is one"
+    if len(spans) < 2:
+        # The other axes have size one: what is left is the outermost level's part.
+        top = choice.levels[-1] if choice.levels else NATIVE
+        reason = does(top, request.collective, request.op)
+        return reason or (Stage(request.collective, whole_span(request), top),)
     if len(choice.levels) > len(spans):
         return f"{choice} has {len(choice.levels)} levels, and there are {len(spans)}"
     can = does(NATIVE, "reduce_scatter", request.op) is None

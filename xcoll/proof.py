@@ -19,6 +19,7 @@ from typing import NoReturn
 from xcoll.errors import ScheduleError
 from xcoll.schedule import (
     COLLECTIVES,
+    ROOTED,
     FoldStep,
     Lane,
     Layout,
@@ -33,7 +34,6 @@ from xcoll.schedule import (
 Held = tuple[int, int] | None
 """What a slot holds: the chunk, and its contributors as a bit mask; None for nothing."""
 
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 SHARED = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
 """Collectives in which every rank has a share, so that ranks must divide slots."""
 

@@ -6,10 +6,12 @@ result holds zeros. Arguments and errors common to all are those of `xcoll.colle
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from xcoll import collectives
 from xcoll.barriers import bind_barrier
@@ -20,6 +22,17 @@ from xcoll.policy import Policy
 
 OPS = ("sum", "mean", "max", "min", "prod", "any", "all")
 """The operations of `all_reduce` and `preduce`."""
+
+_LIKE = {
+    "sum": "psum",
+    "mean": "pmean",
+    "max": "pmax",
+    "min": "pmin",
+    "prod": "pprod",
+    "any": "pmax",
+    "all": "pmin",
+}
+"""The collective that carries each operation out."""
 
 
 def pprod(x: Any, axis_name: Axes, *, policy: Policy | None = None) -> Any:
@@ -63,18 +76,19 @@ def all_reduce(x: Any, axis_name: Axes, op: str = "sum", *, policy: Policy | Non
       ValueError: ``op`` is unknown; the valid ones are listed.
     """
     _check_op("all_reduce", op)
-    if op in ("any", "all"):
-        reduce = collectives.pmax if op == "any" else collectives.pmin
-        flags = jax.tree.map(lambda v: (jnp.asarray(v) != 0).astype(jnp.uint8), x)
-        return jax.tree.map(lambda v: v.astype(bool), reduce(flags, axis_name, policy=policy))
-    simple = {
-        "sum": collectives.psum,
-        "mean": collectives.pmean,
-        "max": collectives.pmax,
-        "min": collectives.pmin,
-        "prod": pprod,
+    call = Call("all_reduce", axis_name, policy, _LIKE[op])
+    call.check_leaves(x, numbers=True)
+    axes = call.axes
+    by_op: dict[str, Callable[[Any], Any]] = {
+        "sum": lambda v: lax.psum(v, axes),
+        "mean": lambda v: collectives.in_wide(lambda w: lax.pmean(w, axes), v),
+        "max": lambda v: lax.pmax(v, axes),
+        "min": lambda v: lax.pmin(v, axes),
+        "prod": lambda v: bind_pprod(_number(v), axes),
+        "any": lambda v: lax.pmax(_flags(v), axes).astype(bool),
+        "all": lambda v: lax.pmin(_flags(v), axes).astype(bool),
     }
-    return simple[op](x, axis_name, policy=policy)
+    return call.run(lambda x: jax.tree.map(by_op[op], x), x)
 
 
 def preduce(
@@ -100,19 +114,16 @@ def preduce(
     call.check_leaves(x, numbers=True)
     check_root("preduce", root, call.axes)
 
+    def to_root(v: Any, op: str) -> Any:
+        return bind_preduce(v, call.axes, root, op)
+
     def reduce(v: Any) -> Any:
-        if op in ("any", "all"):
-            flags = (jnp.asarray(v) != 0).astype(jnp.uint8)
-            return bind_preduce(flags, call.axes, root, "max" if op == "any" else "min").astype(
-                bool
-            )
+        is_flag = op in ("any", "all") or (op in ("max", "min") and jnp.result_type(v) == bool)
+        if is_flag:
+            return to_root(_flags(v), "max" if op in ("any", "max") else "min").astype(bool)
         if op == "mean":
-            v = _number(v)
-            narrow = jnp.issubdtype(v.dtype, jnp.floating) and jnp.finfo(v.dtype).max < 1e30
-            total = bind_preduce(v.astype(jnp.float32) if narrow else v, call.axes, root, "sum")
-            mean = total / call.num_ranks
-            return mean.astype(v.dtype) if narrow else mean
-        return bind_preduce(_number(v), call.axes, root, op)
+            return collectives.in_wide(lambda w: to_root(w, "sum") / call.num_ranks, _number(v))
+        return to_root(_number(v), op)
 
     return call.run(lambda x: jax.tree.map(reduce, x), x)
 
@@ -143,7 +154,7 @@ def pgather(
       ValueError: ``root`` or ``axis`` is out of range.
     """
     call = Call("pgather", axis_name, policy)
-    call.check_leaves(x)
+    call.check_leaves(x, plain=True)
     check_root("pgather", root, call.axes)
     call.check_dimension(x, axis, "axis", extra=0 if tiled else 1)
     return call.run(
@@ -180,7 +191,7 @@ def pscatter(
       ValueError: ``root`` or ``axis`` is out of range, or the dimension does not divide.
     """
     call = Call("pscatter", axis_name, policy)
-    call.check_leaves(x)
+    call.check_leaves(x, plain=True)
     check_root("pscatter", root, call.axes)
     call.check_divides(x, axis, "axis", tiled, call.num_ranks)
     return call.run(
@@ -203,13 +214,18 @@ def barrier(x: Any, axis_name: Axes, *, policy: Policy | None = None) -> Any:
       ``x``, bit for bit. What does not come from the returned arrays does not wait.
     """
     call = Call("barrier", axis_name, policy, "psum")
-    call.check_leaves(x)
+    call.check_leaves(x, plain=True)
     return bind_barrier(x, call.axes)
 
 
 def _check_op(call: str, op: str) -> None:
     if op not in OPS:
         raise ValueError(unknown(f"{call}(op={op!r})", "op", op, OPS))
+
+
+def _flags(v: Any) -> Any:
+    """Returns where an array is non-zero, as integers that every backend can reduce."""
+    return (jnp.asarray(v) != 0).astype(jnp.uint8)
 
 
 def _number(v: Any) -> Any:

@@ -37,6 +37,9 @@ COLLECTIVES = (
 )
 """The collectives a schedule can carry out, by the name used in plans and reports."""
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+"""Those of them that have a root rank."""
+
 Layout = Literal["full", "own"]
 
 

@@ -18,4 +18,5 @@ from xcoll.algorithms.choices import tree as tree
 from xcoll.algorithms.registry import build as build
 from xcoll.algorithms.registry import check_choice as check_choice
 from xcoll.algorithms.registry import closed_form as closed_form
+from xcoll.algorithms.registry import part_of as part_of
 from xcoll.algorithms.registry import supports as supports

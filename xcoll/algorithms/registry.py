@@ -9,9 +9,12 @@ from typing import Any
 from xcoll.algorithms.catalog import ALGORITHMS, Algorithm
 from xcoll.errors import UnsupportedError, unknown
 from xcoll.policy import Choice
-from xcoll.schedule import COLLECTIVES, ClosedForm, Schedule
+from xcoll.schedule import COLLECTIVES, ROOTED, ClosedForm, Schedule
 
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+_COUNTERPART = {
+    ("halving_doubling", "all_gather"): "recursive_doubling",
+    ("recursive_doubling", "reduce_scatter"): "halving_doubling",
+}
 
 
 def supports(choice: Choice, collective: str) -> str | None:
@@ -38,6 +41,16 @@ def _segments(choice: Choice) -> int:
     return dict(choice.options).get("num_segments", 1)
 
 
+def part_of(level: Choice, collective: str) -> Choice:
+    """Returns the algorithm with which a level does its part.
+
+    Halving and doubling are two halves of one algorithm: recursive halving scatters,
+    recursive doubling gathers.
+    """
+    name = _COUNTERPART.get((level.name, collective))
+    return Choice(name) if name else level
+
+
 def _supports_levels(choice: Choice, collective: str) -> str | None:
     parts: tuple[tuple[str, ...], ...]
     if collective == "all_reduce":
@@ -50,7 +63,7 @@ def _supports_levels(choice: Choice, collective: str) -> str | None:
     for number, level in enumerate(choice.levels):
         outermost = number == len(choice.levels) - 1 and number > 0
         for part in parts[1] if outermost else parts[0]:
-            reason = supports(level, part)
+            reason = supports(part_of(level, part), part)
             if reason is not None:
                 return f"level {number} of {choice}: {reason}"
     return None
