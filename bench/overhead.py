@@ -28,6 +28,7 @@ import jax
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lm_data
+import lm_devices
 import numpy as np
 import optax
 import train_lm
@@ -96,7 +97,7 @@ def check(name: str, result: Any, plain: Any) -> None:
 
 def run(rounds: int, steps: int, topology: str) -> dict[str, Any]:
     """Measures every variant in every round, in turn; returns the figures."""
-    mesh = train_lm.make_mesh("host=2,device=4")
+    mesh = lm_devices.make_mesh("host=2,device=4")
     job = train_lm.Job(Config(), optax.adamw(1e-3), mesh)
     state = train_lm.initial_state(job, seed=0)
     text = lm_data.windows(lm_data.stdlib_corpus().train, 16, 64, (0,))
@@ -180,8 +181,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if args.virtual_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.virtual_devices)
+        lm_devices.use_virtual_devices(args.virtual_devices)
     figures = run(args.rounds, args.steps, args.topology)
     if args.json:
         print(json.dumps(figures, indent=1))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,7 +32,8 @@ import lm_data
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from lm_devices import initialize_processes, make_mesh, use_virtual_devices
 from lm_model import Config, Transformer, next_byte_loss
 from rich.console import Console
 
@@ -173,38 +173,18 @@ def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
     return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))()
 
 
-def make_mesh(text: str | None) -> Mesh:
-    """Makes a mesh of all devices, or of the first ones that ``host=2,device=4`` needs.
-
-    Without a text: one axis over all devices, and one more in front over slices of a TPU
-    or, on other platforms, over processes.
-    """
-    devices = jax.devices()
-    # Devices of a slice (process) stay together along the leading axis.
-    granule = "slice_index" if devices[0].platform == "tpu" else "process_index"
-    devices = sorted(devices, key=lambda d: (getattr(d, granule, 0), d.id))
-    num_granules = len({getattr(d, granule, 0) for d in devices})
-    if text is not None:
-        axes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
-    elif num_granules > 1:
-        axes = {"host": num_granules, "device": len(devices) // num_granules}
-    else:
-        axes = {"device": len(devices)}
-    if math.prod(axes.values()) > len(devices):
-        raise SystemExit(f"--mesh {text}: only {len(devices)} devices; see --virtual-devices")
-    chosen = devices[: math.prod(axes.values())]
-    if num_granules == 1:
-        auto = (AxisType.Auto,) * len(axes)
-        return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=chosen, axis_types=auto)
-    return Mesh(np.array(chosen).reshape(tuple(axes.values())), tuple(axes))
-
-
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mesh", help="mesh axes, for example host=2,device=4")
     parser.add_argument("--virtual-devices", type=int, help="split the CPU into this many devices")
-    parser.add_argument("--distributed", action="store_true", help="one of several processes")
+    parser.add_argument(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="ADDRESS,COUNT,INDEX",
+        help="one of several processes; a TPU pod and Slurm say which one by themselves",
+    )
     parser.add_argument("--topology", help="plan for this hardware, e.g. '2*cpu:4@200Mbit'")
     parser.add_argument("--algorithm", help="force one algorithm, e.g. ring")
     parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
@@ -223,10 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     """Trains both ways and compares; returns 1 where they do not agree."""
     args = arguments(argv)
     if args.virtual_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.virtual_devices)
-    if args.distributed:
-        jax.distributed.initialize()
+        use_virtual_devices(args.virtual_devices)
+    if args.distributed is not None:
+        initialize_processes(args.distributed)
 
     mesh = make_mesh(args.mesh)
     if args.batch % mesh.size:

@@ -2,6 +2,10 @@
 
 import functools
 import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ import pytest
 import train_lm
 from flax import nnx
 from jax.sharding import Mesh
+from lm_devices import make_mesh
 from lm_model import Config, Transformer, next_byte_loss
 
 import xcoll
@@ -49,7 +54,7 @@ def whole_batch_gradient():
 @pytest.mark.parametrize("mesh", ["device=1", "host=2,device=4"])
 @pytest.mark.parametrize("optimise", [False, True], ids=["plain", "optimised"])
 def test_gradient_is_that_of_the_whole_batch_on_one_device(mesh, fsdp, optimise):
-    job = make_job(train_lm.make_mesh(mesh), fsdp)
+    job = make_job(make_mesh(mesh), fsdp)
     probe = train_lm.make_probe(job)
     if optimise:
         probe = xcoll.optimize(probe, policy=xcoll.Policy(algorithm="ring"))
@@ -69,7 +74,7 @@ def test_gradient_is_that_of_the_whole_batch_on_one_device(mesh, fsdp, optimise)
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
 def test_a_step_moves_the_parameters_as_adamw_on_one_device_does(fsdp):
-    job = make_job(train_lm.make_mesh("host=2,device=4"), fsdp)
+    job = make_job(make_mesh("host=2,device=4"), fsdp)
     params, state = train_lm.initial_state(job, seed=0)
     step = jax.jit(train_lm.make_step(job))
     moved, _, loss = step(params, state, lm_data.place(tokens(), job.mesh))
@@ -88,7 +93,7 @@ def test_a_step_moves_the_parameters_as_adamw_on_one_device_does(fsdp):
 
 
 def test_fsdp_keeps_an_eighth_on_each_device():
-    job = make_job(train_lm.make_mesh("host=2,device=4"), fsdp=True)
+    job = make_job(make_mesh("host=2,device=4"), fsdp=True)
     params, state = train_lm.initial_state(job, seed=0)
     for leaf in jax.tree.leaves((params, state)):
         if leaf.ndim:
@@ -130,6 +135,32 @@ def test_end_to_end_on_one_device(tmp_path):
     code, summary = run_example(tmp_path, "--mesh", "device=1")
     assert code == 0
     assert summary["runs"]["plain"]["counted"] == {"device": 0}
+
+
+def test_end_to_end_in_two_processes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    script = str(Path(train_lm.__file__))
+    options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, *SMALL, *options, "--distributed", f"{address},2,{index}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], printed
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["checks"] == dict.fromkeys(summary["checks"], True)
+    assert summary["runs"]["optimised"]["collectives"].keys() > {"reduce-scatter", "all-gather"}
 
 
 def test_a_topology_that_is_not_rewritten_for_fails(tmp_path):
