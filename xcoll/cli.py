@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="xcoll", description="A collective compiler pass for JAX.")
-    parser.add_argument("--version", action="version", version=metadata.version("jax-xcoll"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "plan",
@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("jax-xcoll")
+    except metadata.PackageNotFoundError:
+        return "not installed: run from its source"
 
 
 def _plan(arguments: argparse.Namespace) -> int:
