@@ -338,6 +338,29 @@ def test_meshes_about_which_nothing_is_known():
     assert "order" in Topology.from_mesh(mesh(scattered, (4,), ("i",))).why_unknown
 
 
+@pytest.mark.parametrize(
+    ("text", "shape", "network"),
+    [
+        ("v5e:4x4", (2, 8), ["torus", "torus", "torus"]),
+        ("v5e:4x4", (16,), ["torus", "torus"]),
+        ("2*v5e:2x2", (2, 4), ["switch", "torus", "torus"]),
+        ("v5p:4x4x4", (16, 4), ["torus", "torus", "torus"]),
+        ("tpu7x:2x2x1", (4, 2), ["torus", "torus", "switch"]),
+    ],
+)
+def test_meshes_of_the_real_tpu_compiler(text, shape, network):
+    pytest.importorskip("libtpu", reason="the extra aot is not installed")
+    from xcoll import aot
+
+    names = ("a", "b")[: len(shape)]
+    topology = Topology.from_mesh(aot.mesh(text, shape, names))
+    assert topology.is_known, topology.why_unknown
+    assert topology.axis_sizes == dict(zip(names, shape, strict=True))
+    assert [v.link.network for axis in topology.axes for v in axis.levels] == network
+    written = Topology.parse(text, axes=topology.axis_sizes)
+    assert topology.device == written.device
+
+
 @pytest.mark.parametrize("kind", [*kinds(), "nccl"])
 def test_every_figure_has_a_unit_and_a_source(kind):
     table = load(kind)
