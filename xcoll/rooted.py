@@ -118,7 +118,9 @@ def preduce(
         return bind_preduce(v, call.axes, root, op)
 
     def reduce(v: Any) -> Any:
-        is_flag = op in ("any", "all") or (op in ("max", "min") and jnp.result_type(v) == bool)
+        is_flag = op in ("any", "all") or (
+            op in ("max", "min") and jnp.issubdtype(jnp.result_type(v), jnp.bool_)
+        )
         if is_flag:
             return to_root(_flags(v), "max" if op in ("any", "max") else "min").astype(bool)
         if op == "mean":
