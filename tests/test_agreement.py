@@ -1,13 +1,8 @@
 """Two real processes compare their plans over loopback."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
+import processes
 import pytest
 
 from xcoll import _compat, agreement
@@ -61,36 +56,7 @@ jax.distributed.shutdown()
 @pytest.fixture(scope="module")
 def results():
     """What each process saw; both have ended."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(i), str(port)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=90) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    found = []
-    for p, (out, err) in zip(processes, outputs, strict=True):
-        assert p.returncode == 0, err
-        line = next(line for line in out.splitlines() if line.startswith("RESULTS"))
-        found.append(json.loads(line.removeprefix("RESULTS")))
-    return found
+    return processes.run(WORKER)
 
 
 @pytest.mark.parametrize("name", ["alike", "again alike", "after"])

@@ -1,12 +1,6 @@
 """The pass on a mesh that spans two real processes: alike it runs, unlike it stops both."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
+import processes
 import pytest
 
 WORKER = """
@@ -54,31 +48,7 @@ jax.distributed.shutdown()
 @pytest.fixture(scope="module")
 def results():
     """What each process saw; both have ended."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    command = [sys.executable, "-c", WORKER]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(i), str(port)], env=environment, **pipes) for i in range(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=120) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    found = []
-    for p, (out, err) in zip(processes, outputs, strict=True):
-        assert p.returncode == 0, err
-        line = next(line for line in out.splitlines() if line.startswith("RESULTS"))
-        found.append(json.loads(line.removeprefix("RESULTS")))
-    return found
+    return processes.run(WORKER)
 
 
 def test_alike_runs_and_is_right(results):
