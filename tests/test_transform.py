@@ -550,3 +550,19 @@ def test_algorithms_by_name_of_the_collective(name):
     report = xcoll.explain(fn, operand(), policy=xcoll.Policy(algorithm={name: "ring"}))
     plans = {s.collective: s.plan.name for s in report.sites}
     assert plans == {"psum": "ring", "pmax": "ring" if name == "all_reduce" else "native"}
+
+
+def test_groups_end_before_packing_takes_too_much_memory():
+    def body(*xs):
+        return tuple(lax.psum(x, AXES) for x in xs)
+
+    mib = 1 << 20
+    shapes = [jax.ShapeDtypeStruct((8, n * mib // 4), "float32") for n in (100, 20, 8, 1, 200, 2)]
+    fn = shard(body, True, in_specs=(P(AXES),) * 6, out_specs=P())
+    report = xcoll.explain(fn, *shapes, policy=xcoll.Policy(algorithm="ring"))
+    assert [[s.num_bytes // mib for s in g] for g in report.groups()] == [
+        [100, 20, 8],
+        [1],
+        [200],
+        [2],
+    ]

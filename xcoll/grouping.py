@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend import core
 
 from xcoll.plan import Plan
-from xcoll.sites import Spec, read
+from xcoll.sites import Spec, operand_bytes, read
 from xcoll.stages import Member, stages_p
+
+MAX_PACKED_BYTES = 128 << 20
+"""A group ends before its operands are more than this: packing copies them, and a model's
+gradients may fill a third of the memory. Larger payloads are bound by bandwidth, not by latency."""
 
 
 def levels_of(jaxpr: core.Jaxpr) -> list[int]:
@@ -27,6 +32,26 @@ def levels_of(jaxpr: core.Jaxpr) -> list[int]:
         for v in eqn.outvars:
             depth[v] = after
     return levels
+
+
+def cut_groups(
+    groups: Mapping[tuple[Any, ...], list[int]], jaxpr: core.Jaxpr
+) -> Iterator[tuple[Spec, list[int]]]:
+    """Yields the collectives that travel together: their spec, and where they stand.
+
+    Args:
+      groups: indices of equations that can be packed, by a key that begins with their spec.
+      jaxpr: the body that they stand in.
+    """
+    for (spec, *_), indices in groups.items():
+        start, num_bytes = 0, 0
+        for position, index in enumerate(indices):
+            size = operand_bytes(jaxpr.eqns[index])
+            if position > start and num_bytes + size > MAX_PACKED_BYTES:
+                yield spec, indices[start:position]
+                start, num_bytes = position, 0
+            num_bytes += size
+        yield spec, indices[start:]
 
 
 def pack_equations(eqns: list[core.JaxprEqn], spec: Spec, plan: Plan) -> core.JaxprEqn:

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from xcoll import _compat
 from xcoll.errors import XcollWarning
-from xcoll.grouping import levels_of, pack_equations, sort_equations
+from xcoll.grouping import cut_groups, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
 from xcoll.meshes import Hardware
 from xcoll.plan import Plan, Request
@@ -69,7 +69,7 @@ class Rewriter:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
         new_eqns, levels = list(jaxpr.eqns), levels_of(jaxpr)
         found: dict[int, list[Site]] = {}
-        groups: dict[tuple[Any, ...], list[tuple[int, Spec]]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         packs: list[list[int]] = []
         for index, eqn in enumerate(jaxpr.eqns):
             spec = read(eqn)
@@ -83,10 +83,9 @@ class Rewriter:
                 found[index] = [self._keep(eqn, spec, scope, reason)]
                 continue
             key = (spec, operand_type(eqn).dtype, levels[index])
-            groups.setdefault(key, []).append((index, spec))
-        for members in groups.values():
-            indices = [i for i, _ in members]
-            eqns, spec = [jaxpr.eqns[i] for i in indices], members[0][1]
+            groups.setdefault(key, []).append(index)
+        for spec, indices in cut_groups(groups, jaxpr):
+            eqns = [jaxpr.eqns[i] for i in indices]
             plan, number = self._plan(eqns, spec, scope)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
