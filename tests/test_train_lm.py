@@ -191,9 +191,7 @@ def test_compiles_ahead_of_time(topology, shape, sums, gathers, fsdp):
         (job.params, state, batch),
         job.shardings(job.specs),
     )
-    policy = xcoll.Policy(
-        algorithm={"all_reduce": sums, "reduce_scatter": sums, "all_gather": gathers}
-    )
+    policy = xcoll.Policy(algorithm={"psum": sums, "psum_scatter": sums, "all_gather": gathers})
     step = xcoll.optimize(train_lm.make_step(job), policy=policy)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
     kinds = {collective.kind for collective in hlo.collectives(program)}
