@@ -256,7 +256,9 @@ def main(argv: list[str] | None = None) -> int:
         gradient=gradient,
         report=report,
         rewrite_expected=mesh.size > 1 and bool(args.topology or args.algorithm),
-        settings={k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        settings=vars(args)
+        | {"out": str(args.out), "jax": jax.__version__, "mesh": dict(mesh.shape)}
+        | {"device_kind": mesh.devices.flat[0].device_kind},
         out=args.out,
         console=console,
     )
