@@ -120,3 +120,23 @@ def test_linen_train_state():
     for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
     assert [len(g) for g in ours.reports[-1].groups()] == [2]
+
+
+def test_functional_style_takes_and_returns_states():
+    model, _ = make_nnx()
+    graph, state = nnx.split(model)
+
+    def step(state, x):
+        model = nnx.merge(graph, state)
+        out = jax.shard_map(
+            lambda v: lax.pmean(v, "data"), mesh=mesh(), in_specs=P("data"), out_specs=P()
+        )(model(x))
+        return nnx.split(model)[1], out
+
+    ours = xcoll.optimize(step, policy=RING)
+    new_state, out = jax.jit(ours)(state, batch())
+    expected_state, expected = jax.jit(step)(state, batch())
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    assert isinstance(new_state, nnx.State)
+    assert int(new_state["calls"][...]) == int(expected_state["calls"][...]) == 1
+    assert ours.reports[-1].rewritten

@@ -39,7 +39,7 @@ class Split:
 
     def __init__(self, arguments: Any, nnx: Any):
         self._nnx = nnx
-        leaves, self._tree = jax.tree.flatten(arguments, is_leaf=_is_node(nnx))
+        leaves, self._tree = jax.tree.flatten(arguments, is_leaf=_is_leaf(nnx))
         self._is_node = [_is_node(nnx)(leaf) for leaf in leaves]
         pairs = list(zip(leaves, self._is_node, strict=True))
         self._nodes = tuple(leaf for leaf, is_node in pairs if is_node)
@@ -91,6 +91,11 @@ def _is_node(nnx: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, nnx.Module | nnx.Optimizer | nnx.Object | nnx.Variable)
 
 
-def _has_nodes(tree: Any, nnx: Any) -> bool:
+def _is_leaf(nnx: Any) -> Callable[[Any], bool]:
+    # What nnx.split gives, a State, is a pytree of arrays although it is made of variables.
     is_node = _is_node(nnx)
-    return any(is_node(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_node))
+    return lambda value: is_node(value) or isinstance(value, nnx.State)
+
+
+def _has_nodes(tree: Any, nnx: Any) -> bool:
+    return any(map(_is_node(nnx), jax.tree.leaves(tree, is_leaf=_is_leaf(nnx))))
