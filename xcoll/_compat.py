@@ -63,18 +63,40 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return aval.mat.varying
 
 
-def source_line(eqn: Any) -> str:
-    """Returns ``file:line`` of the user's code that made an equation, or ``"unknown"``.
+def source_line(eqn: Any) -> str | None:
+    """Returns ``file:line`` of the user's code that made an equation, if it is known.
 
     Frames of this package are passed over, so that `xcoll.psum` points at its caller.
     """
+    return _user_line(eqn.source_info.traceback)
+
+
+def lowering_source(lowering_context: Any) -> str | None:
+    """Returns ``file:line`` of the user's code whose equation is being lowered, if it is known."""
+    return _user_line(lowering_context.traceback)
+
+
+def _user_line(traceback: Any) -> str | None:
     from jax._src import source_info_util
 
     here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+    for frame in source_info_util.user_frames(traceback) if traceback else ():
         if not frame.file_name.startswith(here):
             return f"{frame.file_name}:{frame.start_line}"
-    return "unknown"
+    return None
+
+
+def is_jitted(fn: Any) -> bool:
+    """Returns whether `jit_options` can read how a function was jitted (by `jax.jit` itself)."""
+    return hasattr(fn, "_jit_info")
+
+
+def register_in_checkify(call_primitive: Any) -> None:
+    """Lets `jax.experimental.checkify` go into the body of a call primitive."""
+    from jax._src import checkify
+    from jax._src.interpreters import partial_eval
+
+    checkify.error_checks[call_primitive] = checkify.error_checks[partial_eval.eval_jaxpr_p]
 
 
 def manual_context(lowering_context: Any) -> tuple[Any, frozenset[str], tuple[Any, ...] | None]:

@@ -116,11 +116,12 @@ class Call:
     def run(self, fn: Callable[[Any], Any], x: Any) -> Any:
         """Returns ``fn(x)`` with its collectives planned by the call's policy.
 
-        Without a policy an `xcoll.optimize` around the call plans it, else the default policy.
-        Where no leaf is traced there is nothing to communicate, and jax.lax folds constants.
+        Without a policy the call is part of the code around it: an `xcoll.optimize` there plans it
+        together with its neighbours, else it is XLA's own. Where no leaf is traced there is
+        nothing to communicate, and jax.lax folds constants.
         """
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
-        if not is_traced or is_disabled():
+        if self.policy is None or not is_traced or is_disabled():
             return fn(x)
         return bind(fn, Region(self.policy, strict=self._collective), x)
 

@@ -1,12 +1,13 @@
 """Functional collectives with jax.lax's names, arguments and results, and a ``policy=``.
 
-Each call is a region of its own (`xcoll.primitives`): planned when it is lowered, and
-differentiated and batched as jax.lax's collective is. Arguments common to all:
+A call with a policy is a region of its own (`xcoll.primitives`): planned by itself when it is
+lowered, and differentiated and batched as jax.lax's collective is. Arguments common to all:
 
 * ``x``: a pytree of arrays, per shard. Leaves are carried together where they can be.
 * ``axis_name``: a mesh axis or a tuple of them. Ranks are numbered row-major in that order.
-* ``policy``: what xcoll may do. None leaves it to an `xcoll.optimize` around the call, or else to
-  the default policy. With a policy, what its forced algorithm cannot do is an error.
+* ``policy``: what xcoll may do. None leaves it to an `xcoll.optimize` around the call, which plans
+  it together with its neighbours; without one it is XLA's own. With a policy, what its forced
+  algorithm cannot do is an error.
 
 All raise `UnknownAxisError` (a `NameError`, as jax's) for an unknown axis or outside
 `jax.shard_map`, `ValueError` for a repeated axis or an algorithm that cannot do the collective,

@@ -20,18 +20,27 @@ gradients may fill a third of the memory. Larger payloads are bound by bandwidth
 def levels_of(jaxpr: core.Jaxpr) -> list[int]:
     """Returns for each equation how many collectives stand one behind the other before it.
 
-    Collectives of the same level cannot depend on each other, and packing by level cannot
-    make a cycle: every dependence between two collectives goes up.
+    Before it by data, or by the order that effects (prints, callbacks) have to keep. Collectives of
+    the same level cannot depend on each other, and packing by level cannot make a cycle: every
+    dependence between two collectives goes up.
     """
     depth: dict[Any, int] = {}
+    last_effect = 0
     levels = []
     for eqn in jaxpr.eqns:
         level = max((depth.get(v, 0) for v in eqn.invars if isinstance(v, core.Var)), default=0)
+        if _is_ordered(eqn):
+            level = last_effect = max(level, last_effect)
         levels.append(level)
         after = level + (read(eqn) is not None)
         for v in eqn.outvars:
             depth[v] = after
     return levels
+
+
+def _is_ordered(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an equation has effects beyond naming an axis."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def cut_groups(
@@ -54,14 +63,16 @@ def cut_groups(
         yield spec, indices[start:]
 
 
-def pack_equations(eqns: list[core.JaxprEqn], spec: Spec, plan: Plan) -> core.JaxprEqn:
+def pack_equations(
+    eqns: list[core.JaxprEqn], spec: Spec, plan: Plan, mesh_axes: tuple[str, ...]
+) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects."""
     members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in eqns)
     return core.new_jaxpr_eqn(
         [e.invars[0] for e in eqns],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, root=spec.root),
+        dict(plan=plan, members=members, root=spec.root, mesh_axes=mesh_axes),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,
@@ -82,7 +93,7 @@ def sort_equations(eqns: list[core.JaxprEqn], packs: list[list[int]]) -> list[co
         if i in gone:
             continue
         waits[i] = {maker[v] for v in eqn.invars if isinstance(v, core.Var) and v in maker}
-        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects):
+        if _is_ordered(eqn):
             if last_effect is not None:
                 waits[i].add(last_effect)
             last_effect = i

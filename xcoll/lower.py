@@ -166,7 +166,7 @@ class _Run:
             if lane.reduce or receives is not None:
                 old = _take(buffer, lane.recv, first)
             if lane.reduce:
-                new = self._combine(old, new)
+                new = self._combine(old, new, lane)
             if receives is not None:
                 new = jnp.where(receives, new, old)
             buffer = _put(buffer, new, lane.recv, first)
@@ -189,11 +189,17 @@ class _Run:
         mask[[destination for _, destination in pairs]] = True
         return jnp.asarray(mask)[self.rank]
 
-    def _combine(self, old: jax.Array, new: jax.Array) -> jax.Array:
+    def _combine(self, old: jax.Array, new: jax.Array, lane: Lane) -> jax.Array:
         if self.schedule.replicates_sums:
             # Several ranks compute this sum. Without the fence the compiler may fuse a rank's own
             # operand into a multiply-add, or keep it unrounded, and ranks come to differ.
             old, new = lax.optimization_barrier((old, new))
+            if jnp.issubdtype(old.dtype, jnp.inexact):
+                # Of two NaNs an addition returns the first: all take the lower rank's first.
+                sources = {d: s for s, d in lane.pairs}
+                table = np.array([r < sources.get(r, r + 1) for r in range(self.num_ranks)])
+                is_lower = jnp.asarray(table)[self.rank]
+                old, new = jnp.where(is_lower, old, new), jnp.where(is_lower, new, old)
         return _COMBINE[self.op](old, new)
 
     def _fold(self, buffer: jax.Array) -> jax.Array:

@@ -32,43 +32,46 @@ class Region:
     """What a region was marked with.
 
     Attributes:
-      policy: what is permitted; None leaves it to the region around, if there is one.
-      topology: what the user said of the hardware.
+      policy: what is permitted.
+      topology: what the user said of the hardware; None takes what the region around says.
       strict: the collective (the schedules' name) for which it is an error that the policy's
         algorithm cannot do it.
       sink: receives the report of each lowering; compared by identity.
-      is_planned: the region around has planned it; nothing is left to do.
     """
 
-    policy: Policy | None
+    policy: Policy
     topology: Topology | str | None = None
     strict: str | None = None
     sink: Callable[[Report], None] | None = None
-    is_planned: bool = False
 
 
 region_p = core.Primitive(REGION)
 core.register_call_primitive_rules(region_p, name=REGION)
+_compat.register_in_checkify(region_p)
 
 
 @region_p.def_impl
 def _eager(*args: Any, **params: Any) -> Sequence[Any]:
+    if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        # jax is looking for the operation that made a NaN, one by one: let it look inside.
+        return core.jaxpr_as_fun(params["call_jaxpr"])(*args)
     # Evaluated equation by equation, the collectives would run natively.
     with jax.disable_jit(False):
         return jax.jit(partial(region_p.bind, **params))(*args)
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: core.Jaxpr, region: Region) -> Any:
-    if not region.is_planned:
-        call_jaxpr = _plan(ctx, call_jaxpr, region)
-    return mlir.core_call_lowering(ctx, *args, name=REGION, call_jaxpr=call_jaxpr)
+    edited = _plan(ctx, call_jaxpr, region)
+    return mlir.core_call_lowering(ctx, *args, name=REGION, call_jaxpr=edited)
 
 
 def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region) -> core.Jaxpr:
     mesh, manual, devices = _compat.manual_context(ctx)
     hardware = Hardware(region.topology, _compat.lowering_platform(ctx), devices)
-    scope = scope_of_mesh(mesh, manual) if mesh is not None and not mesh.empty else Scope()
-    rewriter = Rewriter(region.policy or Policy(), hardware, region.strict)
+    scope = Scope(source=_compat.lowering_source(ctx))
+    if mesh is not None and not mesh.empty:
+        scope = scope_of_mesh(mesh, manual, scope)
+    rewriter = Rewriter(region.policy, hardware, region.strict)
     edited = rewriter.rewrite(jaxpr, scope)
     report = rewriter.report()
     _agree(report, hardware)

@@ -20,7 +20,7 @@ class Ranks:
 
     Args:
       span: the span.
-      axis_sizes: size of every mesh axis that the span names.
+      axis_sizes: size of every mesh axis that the span names, in the mesh's order.
     """
 
     def __init__(self, span: Span, axis_sizes: Mapping[str, int]):
@@ -30,6 +30,11 @@ class Ranks:
         self._total = math.prod(sizes)
         self._whole = self._total == span.num_ranks
         self._axes = span.axes
+        # jax.lax.ppermute wants axes in the mesh's order; ranks are numbered in the span's.
+        self._mesh_order = tuple(a for a in axis_sizes if a in span.axes)
+        places = np.arange(self._total).reshape(sizes)
+        order = [span.axes.index(a) for a in self._mesh_order]
+        self._in_mesh_order = np.argsort(places.transpose(order).reshape(-1))
 
     @property
     def groups(self) -> list[list[int]] | None:
@@ -55,7 +60,8 @@ class Ranks:
         groups = self.groups
         if groups is not None:
             pairs = [(g[s], g[d]) for g in groups for s, d in pairs]
-        return lax.ppermute(x, self._axes, list(pairs))
+        place = self._in_mesh_order
+        return lax.ppermute(x, self._mesh_order, [(int(place[s]), int(place[d])) for s, d in pairs])
 
     def all_gather(self, x: jax.Array) -> jax.Array:
         """Concatenates the ranks' ``x`` along the leading dimension."""

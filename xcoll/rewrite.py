@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +30,7 @@ from xcoll.sites import (
     Spec,
     enter,
     is_plain,
+    is_symbolic,
     operand_bytes,
     operand_type,
     permuted_bytes,
@@ -91,7 +91,7 @@ class Rewriter:
                 kept = plan.reason if plan.is_native else None
                 found[index] = [_site(eqn, spec, scope, kept, plan, number)]
             if not plan.is_native:
-                new_eqns[indices[-1]] = pack_equations(eqns, spec, plan)
+                new_eqns[indices[-1]] = pack_equations(eqns, spec, plan, tuple(scope.sizes()))
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
         for text in find_hints(jaxpr):
@@ -110,13 +110,8 @@ class Rewriter:
 
     def _descend(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[core.JaxprEqn, list[Site]]:
         """Rewrites the bodies of an equation; returns it with the sites found there."""
-        region = eqn.params["region"] if eqn.primitive.name == REGION else None
-        if region is not None and (region.policy is not None or region.is_planned):
-            return eqn, [
-                _site(inner, spec, at, INNER_REGION)
-                for _, _, body, within in enter(eqn, scope)
-                for inner, spec, at in all_sites(body, within)
-            ]
+        if eqn.primitive.name == REGION:
+            return self._inner_region(eqn, scope)
         start = len(self.sites)
         params: dict[str, Any] = {}
         for key, index, body, within in enter(eqn, scope):
@@ -130,15 +125,34 @@ class Rewriter:
                 params[key] = kind(*items) if hasattr(kind, "_fields") else kind(items)
         found = self.sites[start:]
         del self.sites[start:]
-        if region is not None:
-            params["region"] = dataclasses.replace(region, is_planned=True)
         if not _differs(params, eqn.params):
             return eqn, found
         return eqn.replace(params={**eqn.params, **params}), found
 
+    def _inner_region(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[core.JaxprEqn, list[Site]]:
+        """Leaves a region to its own policy; returns it with its sites, as it will plan them."""
+        region = eqn.params["region"]
+        if region.topology is None and self.hardware.given is not None:
+            region = dataclasses.replace(region, topology=self.hardware.given)
+            eqn = eqn.replace(params={**eqn.params, "region": region})
+        hardware = Hardware(region.topology, self.hardware.platform, self.hardware.devices)
+        inner = Rewriter(region.policy, hardware, region.strict)
+        for _, _, body, within in enter(eqn, scope):
+            inner.rewrite(body, within)
+        firsts = {group[0] for group in inner.report().groups()}
+        return eqn, [
+            dataclasses.replace(
+                site,
+                group=None,
+                kept_reason=INNER_REGION,
+                sent=site.sent if site.group is None or site in firsts else (),
+            )
+            for site in inner.sites
+        ]
+
     def _once(self, jaxpr: core.Jaxpr, scope: Scope, make: Any) -> core.Jaxpr:
         # A function called twice is lowered once as long as its jaxpr is one object.
-        key = (id(jaxpr), Scope(scope.axis_sizes, scope.auto_axes, scope.mesh, 1))
+        key = (id(jaxpr), dataclasses.replace(scope, count=1, source=None))
         if key not in self._done:
             self._done[key] = make()
             self._alive.append(jaxpr)
@@ -158,6 +172,8 @@ class Rewriter:
             )
         if not is_plain(operand.dtype):
             return f"dtype {operand.dtype} cannot be cut into bytes"
+        if is_symbolic(operand.shape):
+            return f"shape {operand.shape} is symbolic, and its bytes are not known"
         if operand.size == 0:
             return EMPTY
         if operand_bytes(eqn) < self.policy.min_bytes:
@@ -188,7 +204,8 @@ class Rewriter:
                 f" cannot be had here: {reason}"
             )
         plan = None
-        if reason == spec.kept_reason or not is_plain(operand_type(eqn).dtype):
+        operand = operand_type(eqn)
+        if reason == spec.kept_reason or not is_plain(operand.dtype) or is_symbolic(operand.shape):
             sent = permuted_bytes(eqn, spec, scope) if spec.collective == "permute" else ()
         elif all(axis in scope.sizes() for axis in spec.axes):
             plan = make_plan(
@@ -237,17 +254,6 @@ class Rewriter:
             warnings.warn(text, XcollWarning, stacklevel=2)
 
 
-def all_sites(jaxpr: core.Jaxpr, scope: Scope) -> Iterable[tuple[core.JaxprEqn, Spec, Scope]]:
-    """Yields every collective equation of a program, whatever region it is in."""
-    for eqn in jaxpr.eqns:
-        spec = read(eqn)
-        if spec is not None:
-            yield eqn, spec, scope
-        else:
-            for _, _, body, inner in enter(eqn, scope):
-                yield from all_sites(body, inner)
-
-
 def _site(
     eqn: core.JaxprEqn,
     spec: Spec,
@@ -262,7 +268,7 @@ def _site(
         axes=spec.axes,
         dtype=str(getattr(operand_type(eqn), "dtype", "none")) if eqn.invars else "none",
         num_bytes=operand_bytes(eqn),
-        source=_compat.source_line(eqn),
+        source=_compat.source_line(eqn) or scope.source or "unknown",
         group=group,
         plan=plan,
         kept_reason=kept_reason,

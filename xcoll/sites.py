@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from xcoll import _compat
+from xcoll.barriers import barrier_p
 from xcoll.composites import COMPOSITES
 
 OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
@@ -33,6 +34,9 @@ class Spec:
     root: int = 0
     kept_reason: str | None = None
 
+
+PERMUTATION = "a permutation is already the smallest step"
+BARRIER = "a barrier is one all-reduce of four bytes, which XLA does best"
 
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
 _MOVES = {
@@ -70,6 +74,8 @@ _BY_PRIMITIVE = {
 
 def read(eqn: core.JaxprEqn) -> Spec | None:
     """Returns what an equation communicates, or None where it is no collective."""
+    if eqn.primitive is barrier_p:
+        return Spec("barrier", "barrier", "none", tuple(eqn.params["axes"]), 0, BARRIER)
     if eqn.primitive in COMPOSITES:
         composite = COMPOSITES[eqn.primitive]
         return Spec(
@@ -96,7 +102,7 @@ def read(eqn: core.JaxprEqn) -> Spec | None:
         return Spec(name.removesuffix("_invariant"), "all_reduce", _SUMS[name], axes, 0, kept)
     if name in _UNPLANNED:
         reason = (
-            "a permutation is already the smallest step"
+            PERMUTATION
             if name == "ppermute_start"
             else "its asynchronous start and done are the user's own"
             if name.endswith("_start")
@@ -105,7 +111,7 @@ def read(eqn: core.JaxprEqn) -> Spec | None:
         return Spec(_UNPLANNED[name], _UNPLANNED[name], "none", axes, 0, reason)
     public, collective, op = _MOVES[name]
     if collective == "permute":
-        kept = "a permutation is already the smallest step"
+        kept = PERMUTATION
     return Spec(public, collective, op, axes, eqn.params.get("source", 0), kept)
 
 
@@ -117,26 +123,34 @@ class Scope:
       axis_sizes: size of each manual mesh axis in scope, as sorted pairs.
       auto_axes: axes of the mesh, larger than one, that the partitioner still owns.
       count: executions per call of the program; None where not known (a while loop).
+      source: ``file:line`` of the call around equations that show no user's line of their own.
     """
 
     axis_sizes: tuple[tuple[str, int], ...] = ()
     auto_axes: tuple[str, ...] = ()
     mesh: Any = None
     count: int | None = 1
+    source: str | None = None
 
     def sizes(self) -> dict[str, int]:
         """Returns the manual axes' sizes by name."""
         return dict(self.axis_sizes)
 
 
-def scope_of_mesh(mesh: Any, manual: frozenset[str], count: int | None = 1) -> Scope:
-    """Returns the scope inside a computation that is manual over some axes of ``mesh``."""
+def scope_of_mesh(mesh: Any, manual: frozenset[str], around: Scope | None = None) -> Scope:
+    """Returns the scope inside a computation that is manual over some axes of ``mesh``.
+
+    Args:
+      mesh: the mesh, with devices or without.
+      manual: its manual axes.
+      around: the scope that it stands in, if any.
+    """
     shape = dict(mesh.shape)
-    return Scope(
-        tuple((a, shape[a]) for a in mesh.axis_names if a in manual),
-        tuple(a for a in mesh.axis_names if a not in manual and shape[a] > 1),
-        mesh,
-        count,
+    return replace(
+        around or Scope(),
+        axis_sizes=tuple((a, shape[a]) for a in mesh.axis_names if a in manual),
+        auto_axes=tuple(a for a in mesh.axis_names if a not in manual and shape[a] > 1),
+        mesh=mesh,
     )
 
 
@@ -150,12 +164,14 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
         mesh = eqn.params["mesh"]
         if scope.mesh is not None and not _is_concrete(mesh) and _is_concrete(scope.mesh):
             mesh = scope.mesh
-        inner = scope_of_mesh(mesh, manual, scope.count)
+        inner = scope_of_mesh(mesh, manual, scope)
     elif eqn.primitive.name == "scan":
         count = None if scope.count is None else scope.count * eqn.params["length"]
-        inner = Scope(scope.axis_sizes, scope.auto_axes, scope.mesh, count)
+        inner = replace(scope, count=count)
     elif eqn.primitive.name == "while":
-        inner = Scope(scope.axis_sizes, scope.auto_axes, scope.mesh, None)
+        inner = replace(scope, count=None)
+    elif eqn.primitive.name == REGION:
+        inner = replace(scope, source=_compat.source_line(eqn) or scope.source)
     for key, value in eqn.params.items():
         if isinstance(value, core.Jaxpr):
             yield key, None, value, inner
@@ -179,9 +195,15 @@ def operand_type(eqn: core.JaxprEqn) -> Any:
 
 
 def operand_bytes(eqn: core.JaxprEqn) -> int:
-    """Returns the bytes per rank of an equation's operands."""
+    """Returns the bytes per rank of an equation's operands; 0 where a size is symbolic."""
     types: list[Any] = [v.aval for v in eqn.invars]
-    return sum(math.prod(t.shape) * t.dtype.itemsize for t in types if hasattr(t, "shape"))
+    known = [t for t in types if hasattr(t, "shape") and not is_symbolic(t.shape)]
+    return sum(math.prod(t.shape) * t.dtype.itemsize for t in known)
+
+
+def is_symbolic(shape: tuple[Any, ...]) -> bool:
+    """Returns whether a shape has dimensions that are not numbers yet (`jax.export`)."""
+    return not all(isinstance(size, int) for size in shape)
 
 
 def is_plain(dtype: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,9 @@ stages_p.multiple_results = True
 
 
 @stages_p.def_effectful_abstract_eval
-def _abstract_eval(*avals: Any, plan: Plan, members: tuple[Member, ...], root: int) -> Any:
+def _abstract_eval(
+    *avals: Any, plan: Plan, members: tuple[Member, ...], root: int, mesh_axes: tuple[str, ...]
+) -> Any:
     outs, effects = [], set()
     for aval, member in zip(avals, members, strict=True):
         out, its = member.primitive.abstract_eval(aval, **dict(member.params))
@@ -44,9 +46,16 @@ def _abstract_eval(*avals: Any, plan: Plan, members: tuple[Member, ...], root: i
     return outs, effects
 
 
-def _lower(ctx: Any, *args: Any, plan: Plan, members: tuple[Member, ...], root: int) -> Any:
+def _lower(
+    ctx: Any,
+    *args: Any,
+    plan: Plan,
+    members: tuple[Member, ...],
+    root: int,
+    mesh_axes: tuple[str, ...],
+) -> Any:
     def implementation(*xs: jax.Array) -> list[jax.Array]:
-        return carry_out(plan, [dict(m.params) for m in members], root, list(xs))
+        return carry_out(plan, [dict(m.params) for m in members], root, mesh_axes, list(xs))
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.
     plain = [_compat.without_manual_type(aval) for aval in ctx.avals_in]
@@ -58,7 +67,11 @@ mlir.register_lowering(stages_p, _lower)
 
 
 def carry_out(
-    plan: Plan, params: list[dict[str, Any]], root: int, xs: list[jax.Array]
+    plan: Plan,
+    params: list[dict[str, Any]],
+    root: int,
+    mesh_axes: tuple[str, ...],
+    xs: list[jax.Array],
 ) -> list[jax.Array]:
     """Carries out a plan inside a manual computation.
 
@@ -66,6 +79,7 @@ def carry_out(
       plan: what to do.
       params: for each site, the parameters of the equation that it was.
       root: root rank, for rooted collectives.
+      mesh_axes: the mesh's axes, in its order.
       xs: the operand of each site, per rank.
 
     Returns:
@@ -75,7 +89,8 @@ def carry_out(
     n, collective = request.num_ranks, request.collective
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
     packed = payload.pack(rows)
-    result = _run(plan, packed, root)
+    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
+    result = _run(plan, packed, root, {a: sizes[a] for a in mesh_axes if a in sizes})
     if collective in ("reduce", "gather"):
         # Ranks other than the root hold partial results here, and zeros by contract.
         is_root = jax.lax.axis_index(request.axes) == root
@@ -88,10 +103,9 @@ def carry_out(
     ]
 
 
-def _run(plan: Plan, rows: jax.Array, root: int) -> jax.Array:
+def _run(plan: Plan, rows: jax.Array, root: int, sizes: Mapping[str, int]) -> jax.Array:
     """Runs the stages on the packed operand: ``(rows, elements)`` in and out."""
     request, stages = plan.request, plan.stages
-    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
 
     def run(stage: Stage, x: jax.Array) -> jax.Array:
         return run_stage(x, stage, sizes, request.op, root)
