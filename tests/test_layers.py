@@ -24,7 +24,7 @@ LAYERS = (
         "aot",
     ),
     ("roundoff", "candidates", "forced", "planner"),
-    ("lower", "payload", "stages", "meshes", "agreement"),
+    ("indexing", "lower", "payload", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
     ("sites", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),

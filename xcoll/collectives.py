@@ -293,7 +293,12 @@ def ppermute(
     """
     call = Call("ppermute", axis_name, policy)
     call.check_leaves(x)
-    pairs = [(int(source), int(destination)) for source, destination in perm]
+    try:
+        pairs = [(int(source), int(destination)) for source, destination in perm]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"ppermute(perm={perm!r}): must be a sequence of pairs (source, destination)"
+        ) from None
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         for rank in ranks:
             if not 0 <= rank < call.num_ranks or ranks.count(rank) > 1:

@@ -159,6 +159,11 @@ def bind_pbroadcast(x: Any, axes: Axes, source: Any) -> Any:
       ValueError: ``source`` is out of range.
     """
     if isinstance(source, jax.core.Tracer):
+        if source.shape != () or not jnp.issubdtype(source.dtype, jnp.integer):
+            raise TypeError(
+                f"pbroadcast: source is a traced {source.dtype}{list(source.shape)}; it must be an"
+                " integer, or a traced scalar of an integer dtype"
+            )
         # A gather and a choice: linear, exact, and differentiated by jax itself.
         check_axes("pbroadcast", axes)
         return lax.all_gather(vary(x, axes), axes)[source]

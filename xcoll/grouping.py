@@ -67,16 +67,35 @@ def pack_equations(
     eqns: list[core.JaxprEqn], spec: Spec, plan: Plan, mesh_axes: tuple[str, ...]
 ) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects."""
-    members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in eqns)
+    once, copies = distinct(eqns)
+    members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in once)
     return core.new_jaxpr_eqn(
-        [e.invars[0] for e in eqns],
+        [e.invars[0] for e in once],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, root=spec.root, mesh_axes=mesh_axes),
+        dict(plan=plan, members=members, copies=copies, root=spec.root, mesh_axes=mesh_axes),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,
     )
+
+
+def distinct(eqns: list[core.JaxprEqn]) -> tuple[list[core.JaxprEqn], tuple[int, ...]]:
+    """Returns the equations that differ, and for each of all which of those it is.
+
+    The same collective of the same operand is sent once, as XLA's own elimination of common
+    subexpressions would have it.
+    """
+    once: list[core.JaxprEqn] = []
+    places: dict[Any, int] = {}
+    copies = []
+    for eqn in eqns:
+        key = (eqn.primitive, id(eqn.invars[0]), repr(sorted(eqn.params.items())))
+        if key not in places:
+            places[key] = len(once)
+            once.append(eqn)
+        copies.append(places[key])
+    return once, tuple(copies)
 
 
 def sort_equations(eqns: list[core.JaxprEqn], packs: list[list[int]]) -> list[core.JaxprEqn]:

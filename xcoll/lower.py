@@ -6,7 +6,7 @@ varying axes off; `xcoll.primitives` gives the results their types back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from xcoll.algorithms import build
+from xcoll.indexing import affine_lookup, lookup, put_slots, take_slots
 from xcoll.plan import Stage
 from xcoll.ranks import Ranks
 from xcoll.schedule import (
@@ -155,7 +156,7 @@ class _Run:
     def _permute(
         self, lanes: tuple[Lane, ...], buffer: jax.Array, iteration: int | jax.Array
     ) -> jax.Array:
-        sent = [_take(buffer, lane.send, self._first(lane.send, iteration)) for lane in lanes]
+        sent = [take_slots(buffer, lane.send, self._first(lane.send, iteration)) for lane in lanes]
         arrived = [
             self._wire(partial(self.ranks.permute, pairs=lane.pairs), x)
             for lane, x in zip(lanes, sent, strict=True)
@@ -164,12 +165,12 @@ class _Run:
             first = self._first(lane.recv, iteration)
             receives = self._receives(lane, iteration)
             if lane.reduce or receives is not None:
-                old = _take(buffer, lane.recv, first)
+                old = take_slots(buffer, lane.recv, first)
             if lane.reduce:
-                new = self._combine(old, new, lane)
+                new = self._combine(old, new)
             if receives is not None:
                 new = jnp.where(receives, new, old)
-            buffer = _put(buffer, new, lane.recv, first)
+            buffer = put_slots(buffer, new, lane.recv, first)
         return buffer
 
     def _receives(self, lane: Lane, iteration: int | jax.Array) -> jax.Array | None:
@@ -180,8 +181,8 @@ class _Run:
                 begin[destination] = lane.active[source].start
                 end[destination] = lane.active[source].stop
             now = iteration.astype(jnp.int32)
-            is_begun = now >= _of_rank(begin.tolist(), self.rank)
-            return jnp.logical_and(is_begun, now < _of_rank(end.tolist(), self.rank))
+            is_begun = now >= lookup(begin.tolist(), self.rank)
+            return jnp.logical_and(is_begun, now < lookup(end.tolist(), self.rank))
         pairs = lane.sending(iteration) if isinstance(iteration, int) else lane.pairs
         if len(pairs) == self.num_ranks:
             return None
@@ -189,17 +190,12 @@ class _Run:
         mask[[destination for _, destination in pairs]] = True
         return jnp.asarray(mask)[self.rank]
 
-    def _combine(self, old: jax.Array, new: jax.Array, lane: Lane) -> jax.Array:
+    def _combine(self, old: jax.Array, new: jax.Array) -> jax.Array:
         if self.schedule.replicates_sums:
             # Several ranks compute this sum. Without the fence the compiler may fuse a rank's own
             # operand into a multiply-add, or keep it unrounded, and ranks come to differ.
             old, new = lax.optimization_barrier((old, new))
-            if jnp.issubdtype(old.dtype, jnp.inexact):
-                # Of two NaNs an addition returns the first: all take the lower rank's first.
-                sources = {d: s for s, d in lane.pairs}
-                table = np.array([r < sources.get(r, r + 1) for r in range(self.num_ranks)])
-                is_lower = jnp.asarray(table)[self.rank]
-                old, new = jnp.where(is_lower, old, new), jnp.where(is_lower, new, old)
+            return _one_nan(_COMBINE[self.op](old, new))
         return _COMBINE[self.op](old, new)
 
     def _fold(self, buffer: jax.Array) -> jax.Array:
@@ -241,14 +237,14 @@ class _Run:
             table = [(s + slots.advance * iteration) % m for s in slots.start]
         else:
             table = [s % m for s in slots.start]
-        first = _affine(table, m, self.rank)
+        first = affine_lookup(table, m, self.rank)
         if not isinstance(iteration, int) and slots.advance % m:
             # Kept small by the signed remainder: a product near m * m would not fit 32 bits.
             first = lax.rem(first + slots.advance * iteration.astype(jnp.int32), np.int32(m))
             if slots.advance < 0:
                 first = jnp.where(first < 0, first + m, first)
         first = first * slots.scale
-        return first + _of_rank(slots.base, self.rank) if slots.base else first
+        return first + lookup(slots.base, self.rank) if slots.base else first
 
     def _wire(self, send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """Moves ``x``; narrow floats travel as integers of their width.
@@ -261,44 +257,10 @@ class _Run:
         return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, bits)), x.dtype)
 
 
-def _of_rank(table: Sequence[int], rank: jax.Array) -> int | jax.Array:
-    """Returns ``table[rank]``: an int where it is the same for all ranks."""
-    if len(set(table)) == 1:
-        return table[0]
-    return jnp.asarray(np.array(table, np.int32))[rank]
-
-
-def _affine(table: Sequence[int], modulus: int, rank: jax.Array) -> int | jax.Array:
-    """Returns `_of_rank`, as arithmetic where the table is linear in the rank."""
-    if len(set(table)) == 1:
-        return table[0]
-    for slope in (1, -1):
-        if all(v == (table[0] + slope * r) % modulus for r, v in enumerate(table)):
-            if len(table) > modulus + 1:
-                break
-            value = table[0] + slope * rank
-            if slope == 1:
-                return jnp.where(value >= modulus, value - modulus, value)
-            return jnp.where(value < 0, value + modulus, value)
-    return _of_rank(table, rank)
-
-
-def _is_run(pattern: tuple[int, ...]) -> bool:
-    return pattern == tuple(range(pattern[0], pattern[0] + len(pattern)))
-
-
-def _take(buffer: jax.Array, slots: Slots, first: int | jax.Array) -> jax.Array:
-    if _is_run(slots.pattern):
-        start, count = first + slots.pattern[0], slots.count
-        if isinstance(start, int):
-            return lax.slice_in_dim(buffer, start, start + count)
-        return lax.dynamic_slice_in_dim(buffer, start, count)
-    return buffer[jnp.asarray(np.array(slots.pattern, np.int32)) + first]
-
-
-def _put(buffer: jax.Array, new: jax.Array, slots: Slots, first: int | jax.Array) -> jax.Array:
-    if slots.count == buffer.shape[0] and first == 0 and _is_run(slots.pattern):
-        return new
-    if _is_run(slots.pattern):
-        return lax.dynamic_update_slice_in_dim(buffer, new, first + slots.pattern[0], 0)
-    return buffer.at[jnp.asarray(np.array(slots.pattern, np.int32)) + first].set(new)
+def _one_nan(x: jax.Array) -> jax.Array:
+    """Gives all NaNs the same bits: which operand's an addition keeps is up to the machine."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(_one_nan(lax.real(x)), _one_nan(lax.imag(x)))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jnp.where(jnp.isnan(x), jnp.full_like(x, jnp.nan), x)

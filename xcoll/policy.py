@@ -163,6 +163,11 @@ def _normalise(algorithm: object) -> Choice | Forced | None:
             " mapping from collective to one of those"
         )
     pairs = []
+    if "psum" in algorithm and "pmean" in algorithm:
+        raise ValueError(
+            f"Policy(algorithm={algorithm!r}): a pmean is a psum in the traced program, divided"
+            " afterwards; name one of them, it stands for both"
+        )
     for name, value in algorithm.items():
         if name not in COLLECTIVE_OF and name not in COLLECTIVE_OF.values():
             valid = [*COLLECTIVE_OF, *sorted(set(COLLECTIVE_OF.values()) - set(COLLECTIVE_OF))]

@@ -140,15 +140,23 @@ class Report:
 
         if not self.sites:
             return _NO_SITES
-        table = Table(title=f"xcoll: {self.summary()}", title_justify="left", box=box.SIMPLE_HEAD)
-        table.padding = (0, 1)
-        for name, justify, is_whole in _COLUMNS:
-            table.add_column(name, justify=justify, no_wrap=is_whole, overflow="fold")
+        table = Table(
+            title=f"xcoll: {self.summary()}",
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for name, justify, width in _COLUMNS:
+            table.add_column(
+                name, justify=justify, no_wrap=width is None, min_width=width, overflow="fold"
+            )
         for row in self._rows():
             table.add_row(*row)
         notes = [f"kept: {reason}" for reason in dict.fromkeys(s.kept_reason for s in self.kept)]
         notes += [f"warning: {text}" for text in self.warnings]
-        return Group(table, f"topology: {self.topology}", *notes)
+        return Group(table, "", f"topology: {self.topology}", *notes)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         rows: dict[Any, list[Site]] = {}
@@ -167,8 +175,7 @@ class Report:
                 first.plan.name.replace("(", "\n(", 1)
                 if first.plan and first.is_rewritten
                 else "kept",
-                readable_time(first.plan.predicted_time_ps if first.plan else None),
-                readable_time(first.plan.native_time_ps if first.plan else None),
+                "\n".join(_times(first.plan)),
                 lines[0].replace(":", "\n:")
                 + (f"\n+{len(lines) - 1} lines" if len(lines) > 1 else ""),
             )
@@ -183,23 +190,22 @@ class Report:
         from rich.console import Console
 
         out = io.StringIO()
-        width = max(100, _terminal_width())
+        width = max(80, _terminal_width())
         Console(file=out, width=width).print(self)
         return out.getvalue().rstrip()
 
 
-_COLUMNS: tuple[tuple[str, Literal["left", "right"], bool], ...] = (
-    ("group", "right", True),
-    ("collective", "left", True),
-    ("operands", "right", True),
-    ("sent over", "left", True),
-    ("runs", "right", True),
-    ("plan", "left", False),
-    ("predicted", "right", True),
-    ("native", "right", True),
-    ("source", "left", False),
+_COLUMNS: tuple[tuple[str, Literal["left", "right"], int | None], ...] = (
+    ("group", "right", None),
+    ("collective", "left", None),
+    ("operands", "right", None),
+    ("sent over", "left", None),
+    ("runs", "right", None),
+    ("plan", "left", 12),
+    ("time,\nnative", "right", None),
+    ("source", "left", 10),
 )
-"""Heading, alignment, and whether a cell stays on one line."""
+"""Heading, alignment, and the width down to which a cell may be folded (None: never)."""
 
 _NO_SITES = (
     "xcoll: no collective in the traced program. Under jit with shardings the partitioner inserts"
@@ -219,6 +225,14 @@ def _sent(site: Site) -> list[str]:
         f"{a} {readable_bytes(sent[a])}" if a in sent else a
         for a in dict.fromkeys((*site.axes, *sent))
     ]
+
+
+def _times(plan: Plan | None) -> tuple[str, ...]:
+    """Returns the predicted time and, below it, that of XLA's own collective."""
+    if plan is None:
+        return ("-",)
+    times = (plan.predicted_time_ps, plan.native_time_ps)
+    return tuple(dict.fromkeys(map(readable_time, times)))
 
 
 def _terminal_width() -> int:

@@ -16,7 +16,7 @@ from jax.extend import core
 
 from xcoll import _compat
 from xcoll.errors import XcollWarning
-from xcoll.grouping import cut_groups, levels_of, pack_equations, sort_equations
+from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
 from xcoll.meshes import Hardware
 from xcoll.plan import Plan, Request
@@ -241,7 +241,7 @@ class Rewriter:
         # The policy speaks of psum and pmax, the planner of all-reduces.
         policy = dataclasses.replace(self.policy, algorithm=self.policy.forced(spec.name))
         plan = make_plan(
-            self._request(eqns, spec, scope),
+            self._request(distinct(eqns)[0], spec, scope),
             self.hardware.topology(scope.mesh),
             policy,
             strict=self._is_strict(spec),

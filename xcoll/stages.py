@@ -19,7 +19,7 @@ from xcoll.plan import Plan, Request, Span, Stage
 
 @dataclass(frozen=True)
 class Member:
-    """One of the equations that a group replaces.
+    """One of the equations that a group replaces; equations alike count once.
 
     Attributes:
       primitive: the primitive it had.
@@ -36,14 +36,19 @@ stages_p.multiple_results = True
 
 @stages_p.def_effectful_abstract_eval
 def _abstract_eval(
-    *avals: Any, plan: Plan, members: tuple[Member, ...], root: int, mesh_axes: tuple[str, ...]
+    *avals: Any,
+    plan: Plan,
+    members: tuple[Member, ...],
+    copies: tuple[int, ...],
+    root: int,
+    mesh_axes: tuple[str, ...],
 ) -> Any:
     outs, effects = [], set()
     for aval, member in zip(avals, members, strict=True):
         out, its = member.primitive.abstract_eval(aval, **dict(member.params))
         outs.append(out)
         effects |= its
-    return outs, effects
+    return [outs[i] for i in copies], effects
 
 
 def _lower(
@@ -51,11 +56,13 @@ def _lower(
     *args: Any,
     plan: Plan,
     members: tuple[Member, ...],
+    copies: tuple[int, ...],
     root: int,
     mesh_axes: tuple[str, ...],
 ) -> Any:
     def implementation(*xs: jax.Array) -> list[jax.Array]:
-        return carry_out(plan, [dict(m.params) for m in members], root, mesh_axes, list(xs))
+        out = carry_out(plan, [dict(m.params) for m in members], root, mesh_axes, list(xs))
+        return [out[i] for i in copies]
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.
     plain = [_compat.without_manual_type(aval) for aval in ctx.avals_in]

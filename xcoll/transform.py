@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from xcoll import _compat, graphs
 from xcoll.algorithms import check_choice
@@ -74,7 +75,7 @@ def optimize(
         return functools.partial(optimize, policy=policy, topology=topology)
     if isinstance(fn, Optimized) or isinstance(getattr(fn, "__wrapped__", None), Optimized):
         return fn  # Planned already: the innermost policy holds.
-    if isinstance(fn, jax.stages.Wrapped):
+    if _compat.is_jitted(fn):
         return _optimize_jitted(fn, policy, topology)
     if not callable(fn):
         raise TypeError(f"optimize(fn={fn!r}): must be a function, not {type(fn).__name__}")
@@ -140,12 +141,13 @@ class Optimized:
     """
 
     def __init__(self, fn: Callable[..., Any], policy: Policy, topology: Topology | str | None):
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn
         self.policy = policy
         self.topology = topology
         self.reports: list[Report] = []
         self._traces: dict[Any, int] = {}
+        self._last_trace: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function inside a region; traces it each time, as jax functions do."""
@@ -165,14 +167,23 @@ class Optimized:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Binds as functions do, so that methods can be decorated."""
-        return self if instance is None else functools.partial(self, instance)
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
+        return bound
 
     def __repr__(self) -> str:
         return f"xcoll.optimize({getattr(self.__wrapped__, '__qualname__', self.__wrapped__)})"
 
     def _count(self, leaves: list[Any], rebuild: Any) -> None:
+        state = get_opaque_trace_state(convention="flax")
+        is_traced = any(isinstance(v, jax.core.Tracer) for v in leaves)
+        if is_traced and state == self._last_trace:
+            return  # One program that calls the function several times, a layer for example.
+        self._last_trace = state
         shapes = tuple((np.shape(v), str(getattr(v, "dtype", type(v)))) for v in leaves)
-        key = (shapes, str(rebuild.tree))
+        key = (shapes, str(rebuild.tree), repr(rebuild.closed))
         self._traces[key] = count = self._traces.get(key, 0) + 1
         if count == MAX_TRACES:
             warnings.warn(
@@ -188,10 +199,10 @@ class _Rebuild:
     """Puts traced leaves and closed-over values back into their pytree."""
 
     def __init__(self, tree: Any, leaves: list[Any], traced: list[int]):
-        self.tree, self._leaves, self._traced = tree, leaves, traced
+        self.tree, self.closed, self._traced = tree, leaves, traced
 
     def __call__(self, values: Any) -> Any:
-        leaves = list(self._leaves)
+        leaves = list(self.closed)
         for index, value in zip(self._traced, values, strict=True):
             leaves[index] = value
         return jax.tree.unflatten(self.tree, leaves)
