@@ -64,7 +64,7 @@ def test_names_of_jax(capsys, name, collective, op):
 
 def test_options(capsys):
     _, out, _ = run(
-        capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--over", "host", "--op", "max", "--json"
+        capsys, "plan", "all_reduce", *SIXTEEN, *HOSTS, "--over", "host", "--op", "max", "--json"
     )
     request = Plan.from_json(out).request
     assert (request.axes, request.op) == (("host",), "max")
@@ -77,8 +77,32 @@ def test_options(capsys):
     _, out, _ = run(capsys, "plan", "psum", "--bytes", "1KB", "--topology", "v5e:4x4", "--json")
     request = Plan.from_json(out).request
     assert (request.axes, request.num_bytes, request.platform) == (("x", "y"), 1000, "tpu")
+    _, out, _ = run(capsys, "plan", "pmin", *SIXTEEN, *HOSTS, "--op", "min", "--json")
+    assert Plan.from_json(out).request.op == "min", "it may be said twice"
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "itemsize"),
+    [("f4", "float32", 4), (">i2", "int16", 2), ("bool", "bool", 1), ("bfloat16", "bfloat16", 2)],
+)
+def test_dtypes_by_jax_s_names(capsys, text, name, itemsize):
+    code, out, _ = run(
+        capsys, "plan", "psum", "--bytes", "16MiB", "--dtype", text, *HOSTS, "--json"
+    )
+    assert code == 0
+    request = Plan.from_json(out).request
+    assert (request.dtype, request.itemsize) == (name, itemsize)
+
+
+def test_the_largest_payload_over_the_most_devices(capsys):
+    largest = ["--bytes", "1048576GiB", "--topology", "2147483648*cpu:2147483648@1bit"]
+    for name in ("psum", "all_gather", "pbroadcast", "pgather"):
+        code, out, err = run(capsys, "plan", name, *largest)
+        assert (code, err) == (0, "")
+        assert out
+
+
+FULLWIDTH_EIGHT = "\uff18"
 BAD = [
     ([], "COMMAND"),
     (["plam"], "plam"),
@@ -101,10 +125,35 @@ BAD = [
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "pairwise"], "pairwise has no all_reduce"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=1)"], "at least 2"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(1+1)"], "tree(radix=4)"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=True)"], "tree(radix=4)"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "a(" * 300 + ")" * 300], "--algorithm"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "(" * 5000], "--algorithm"),
+    *(
+        (["plan", "psum", *SIXTEEN, *HOSTS, "--dtype", dtype], f"--dtype {dtype!r}")
+        for dtype in ("str", "object", "S3", "f4,i4", "(2,", "float128", "datetime64[s]", "", "O8")
+    ),
+    (["plan", "psum", "--bytes", "999999999999GiB", *HOSTS], "at most 1048576GiB"),
+    (["plan", "psum", "--bytes", "1048577GiB", *HOSTS], "at most 1048576GiB"),
+    (["plan", "psum", "--bytes", "4" * 5000, *HOSTS], "at most 1048576GiB"),
+    (["plan", "psum", "--bytes", FULLWIDTH_EIGHT, *HOSTS], "no number of bytes"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--over", "host,host"], "'host' is there twice"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--over", ""], "unknown axis ''"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--axes", "host=\u00b2,device=4"], "name=size"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--axes", f"a={FULLWIDTH_EIGHT}"], "name=size"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--axes", "a=" + "8" * 5000], "name=size"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--axes", "a=0,b=8"], "name=size"),
+    (["plan", "psum", *SIXTEEN, "--topology", f"cpu:{FULLWIDTH_EIGHT}"], "character 5"),
+    (["plan", "psum", *SIXTEEN, "--topology", "cpu:" + "8" * 5000], "too large"),
+    (["plan", "pmax", *SIXTEEN, *HOSTS, "--op", "min"], "pmax is a max"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--op", "max"], "psum is a sum"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--op", ""], "unknown op ''"),
+    (["plan", "all_gather", *SIXTEEN, *HOSTS, "--op", "sum"], "combines nothing"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=[" ".join(a) or "none" for a, _ in BAD])
+@pytest.mark.parametrize(
+    ("arguments", "says"), BAD, ids=[" ".join(a)[:120] or "none" for a, _ in BAD]
+)
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, says):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
@@ -134,7 +183,8 @@ def test_choices_are_read_as_they_print(choice):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1", "tree(radix=x)", "a.b()", "tree(**x)", "__import__('os')()"]
+    "text",
+    ["", "1", "tree(radix=x)", "a.b()", "tree(**x)", "tree(radix=True)", "__import__('os')()"],
 )
 def test_choices_are_nothing_else(text):
     with pytest.raises(ValueError, match="--algorithm"):

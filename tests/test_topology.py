@@ -1,6 +1,8 @@
 """Topologies: from text, from meshes, written out; what each mesh axis lies on."""
 
 import json
+import re
+from dataclasses import fields
 from importlib import resources
 from types import SimpleNamespace
 
@@ -131,6 +133,14 @@ def test_rates_and_sharing():
         ("v5e:4x", 6, "size"),
         ("v5e:4x0", 6, "size"),
         ("v5e:4", 4, "2 sizes"),
+        ("cpu:4x2", 6, "cpu takes 1 size, for example 'cpu:4'"),
+        ("cpu:\uff18", 4, "size"),
+        ("\u0662*cpu:8@1Gbit", 0, "kind"),
+        ("2*cpu:8@\uff12Gbit", 8, "rate"),
+        ("cpu:2147483649", 4, "at most 2147483648"),
+        ("9999999999999999999*cpu:1@1Gbit", 0, "at most 2147483648"),
+        ("2*cpu:4@9999999999999999999MB", 8, "digits"),
+        ("2*cpu:4@999999999999999999TB", 8, "bytes/s"),
         ("v5p:4x4", 6, "3 sizes"),
         ("v5e:4x4x4", 8, "2 sizes"),
         ("v5e:32x4", 4, "at most 16"),
@@ -171,6 +181,39 @@ def test_axes_that_do_not_fit():
         Topology.parse("3*cpu:8@1Gbit", axes={"a": 8, "b": 3})
 
 
+@pytest.mark.parametrize(
+    ("axes", "error", "says"),
+    [
+        ({"a": -2, "b": -4}, ValueError, "'a' has size -2; it must be at least 1"),
+        ({"a": 0, "b": 8}, ValueError, "'a' has size 0"),
+        ({"a": "8"}, TypeError, "'a' has size '8'; write an integer"),
+        ({"a": 8.0}, TypeError, "'a' has size 8.0; write an integer"),
+        ({"a": True}, TypeError, "'a' has size True; write an integer"),
+        ({"a": None}, TypeError, "'a' has size None; write an integer"),
+        ({1: 8}, TypeError, "axis 1 must be a string"),
+        ([("a", 8)], TypeError, "must be a mapping from axis to size"),
+        ("a=8", TypeError, "must be a mapping from axis to size"),
+    ],
+)
+def test_axes_that_are_none(axes, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        Topology.parse("cpu:8", axes=axes)
+    with pytest.raises(error, match=re.escape(says)):
+        Topology.unknown(axes)
+
+
+def test_axes_of_numpy_integers():
+    topology = Topology.parse("cpu:8", axes={"a": np.int64(8)})
+    assert topology == Topology.parse("cpu:8", axes={"a": 8})
+    assert type(topology.axis_sizes["a"]) is int
+
+
+@pytest.mark.parametrize("text", [8, None, ["cpu:8"], b"cpu:8"])
+def test_text_that_is_none(text):
+    with pytest.raises(TypeError, match="must be text"):
+        Topology.parse(text)
+
+
 def test_check_shows_both():
     topology = Topology.parse("2*cpu:4@1Gbit", axes={"host": 2, "device": 4})
     topology.check("optimize", {"host": 2, "device": 4})
@@ -194,16 +237,88 @@ def test_json_both_ways_hash_and_fingerprint(text):
     assert text in str(topology)
 
 
+def test_times_are_written_as_everywhere():
+    assert "one way, shared by 4, 60 µs" in str(Topology.parse("2*cpu:4@200Mbit"))
+
+
 def test_fingerprints_differ():
     unknown = Topology.unknown({"a": 8})
     assert len({t.fingerprint for t in [*map(Topology.parse, ALL), unknown]}) == len(ALL) + 1
     assert Topology.from_json(unknown.to_json()) == unknown
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"axes": 3}'])
+NOT_JSON = ["", "[]", "{}", '{"axes": 3}', "[" * 100_000, '{"version": ' + "9" * 5000 + "}", "3"]
+
+
+@pytest.mark.parametrize("text", [*NOT_JSON, None, 3], ids=lambda text: str(text)[:20])
 def test_json_of_something_else(text):
-    with pytest.raises(ValueError, match="from_json"):
+    with pytest.raises(ValueError, match="Topology.from_json"):
         Topology.from_json(text)
+
+
+def changed(text, path, value):
+    """JSON text with one field set; of ``...``, removed."""
+    data = json.loads(text)
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is ...:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return json.dumps(data)
+
+
+LEVEL = ("axes", 0, "levels", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("version",), 2, "'version': 1"),
+        (("version",), "1", "'version': 1"),
+        (("version",), ..., "'version': 1"),
+        (("colour",), "red", "unknown field 'colour'"),
+        (("nam",), "x", "Did you mean 'name'"),
+        (("axes",), ..., "'axes' is missing"),
+        (("axes",), {}, "axes={}"),
+        (("axes", 0), "host", "AxisLinks: an object is expected"),
+        (("axes", 0, "size"), 2, "AxisLinks: unknown field 'size'"),
+        (("axes", 0, "name"), 3, "AxisLinks(name=3)"),
+        (("axes", 0, "name"), "device", "axis 'device' is there twice"),
+        (("axes", 0, "levels"), None, "AxisLinks(levels=None)"),
+        (LEVEL, [], "Level: an object is expected"),
+        ((*LEVEL, "width"), 2, "Level: unknown field 'width'"),
+        ((*LEVEL, "size"), ..., "'size' is missing"),
+        ((*LEVEL, "size"), "2", "Level(size='2')"),
+        ((*LEVEL, "wrap"), "no", "Level(wrap='no')"),
+        ((*LEVEL, "rates_bytes_per_s"), 3, "Level(rates_bytes_per_s=3)"),
+        ((*LEVEL, "link"), None, "Link: an object is expected"),
+        ((*LEVEL, "link", "speed"), 2, "Link: unknown field 'speed'"),
+        ((*LEVEL, "link", "network"), "swich", "Did you mean 'switch'"),
+        (("device",), "cpu", "Device: an object is expected"),
+        (("device", "cores"), 3, "Device: unknown field 'cores'"),
+        (("device", "platform"), "CPU", "Did you mean 'cpu'"),
+        (("device", "version"), "1999.1", "version '1999.1' of the table of cpu"),
+        (("device", "version"), 2026.1, "Device(version=2026.1)"),
+        (("name",), None, "Topology(name=None)"),
+    ],
+)
+def test_json_with_one_thing_wrong(path, value, says):
+    text = Topology.parse("2*cpu:4@1Gbit").to_json()
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        Topology.from_json(changed(text, path, value))
+    assert str(caught.value).startswith("Topology.from_json: ")
+
+
+def test_json_by_hand_may_leave_out_what_has_a_default_and_write_floats():
+    link = {"kind": "lan", "network": "switch", "bandwidth_bytes_per_s": 25e6}
+    level = {"size": 2, "link": link, "dimension": "host"}
+    data = {"version": 1, "axes": [{"name": "host", "levels": [level]}]}
+    found = Topology.from_json(json.dumps(data))
+    lan = Link(kind="lan", network="switch", bandwidth_bytes_per_s=25_000_000)
+    host = Level(size=2, link=lan, dimension="host")
+    assert found == Topology(axes=(AxisLinks(name="host", levels=(host,)),))
 
 
 def test_written_out():
@@ -227,22 +342,131 @@ def test_written_out():
     assert "unequal" in str(topology)
 
 
+LINK = Link(kind="x", network="switch", bandwidth_bytes_per_s=1)
+HARDWARE = {
+    Link: {"kind": "x", "network": "switch", "bandwidth_bytes_per_s": 1, "latency_ps": 0},
+    Level: {
+        "size": 2,
+        "link": LINK,
+        "dimension": "x",
+        "extent": 2,
+        "stride": 1,
+        "shared_by": 1,
+        "wrap": False,
+        "rates_bytes_per_s": (1, 2),
+    },
+    AxisLinks: {"name": "a", "levels": (Level(size=2, link=LINK, dimension="x"),)},
+    Device: {
+        "kind": "mine",
+        "platform": "gpu",
+        "memory_bytes_per_s": 1,
+        "copy_bytes_per_s": 1,
+        "step_ps": 0,
+        "num_hosts": 1,
+        "version": "",
+    },
+    Topology: {
+        "axes": (AxisLinks(name="a", levels=()),),
+        "device": None,
+        "name": "n",
+        "why_unknown": "",
+    },
+}
+"""Fields of everything that users write, with valid values."""
+
+LEAST = {
+    Link: {"bandwidth_bytes_per_s": 1, "latency_ps": 0},
+    Level: {"size": 1, "extent": 0, "stride": 1, "shared_by": 1},
+    Device: {"memory_bytes_per_s": 1, "copy_bytes_per_s": 1, "step_ps": 0, "num_hosts": 1},
+}
+"""Their numbers, and the least that each may be."""
+
+
+def test_every_field_of_what_users_write_is_tried():
+    for kind, values in HARDWARE.items():
+        assert values.keys() == {f.name for f in fields(kind)}
+        kind(**values)
+        numbers = {name for name, value in values.items() if type(value) is int}
+        assert numbers == LEAST.get(kind, {}).keys()
+
+
 @pytest.mark.parametrize(
-    "bad",
+    ("kind", "name"), [(kind, name) for kind, values in HARDWARE.items() for name in values]
+)
+def test_fields_of_a_wrong_type(kind, name):
+    for value in (object(), {"a": 1}, [object()], 1j, b"x"):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}\({name}="):
+            kind(**{**HARDWARE[kind], name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "least"),
+    [(kind, name, least) for kind, bounds in LEAST.items() for name, least in bounds.items()],
+)
+def test_numbers(kind, name, least):
+    def make(value):
+        free = {"extent": 0, "rates_bytes_per_s": ()} if kind is Level else {}
+        return getattr(kind(**{**HARDWARE[kind], **free, name: value}), name)
+
+    for value in (2.0, np.int64(2), np.float32(2)):
+        assert make(value) == 2
+        assert type(make(value)) is int, "so that equal topologies are written alike"
+    make(least)
+    for value in (least - 1, 1.5, float("nan"), float("inf"), 2**62 + 1, 10**5000):
+        with pytest.raises(ValueError, match=rf"^{kind.__name__}\({name}=.*must be"):
+            make(value)
+    for value in ("2", True, None):
+        with pytest.raises(TypeError, match=rf"^{kind.__name__}\({name}=.*whole number"):
+            make(value)
+
+
+def test_floats_of_whole_numbers_make_the_same_topology():
+    link = Link(kind="x", network="switch", bandwidth_bytes_per_s=25e6, latency_ps=2e3)
+    level = Level(size=2.0, link=link, dimension="x", rates_bytes_per_s=[25e6, 1e6])
+    whole = Level(
+        size=2,
+        link=Link(kind="x", network="switch", bandwidth_bytes_per_s=25_000_000, latency_ps=2000),
+        dimension="x",
+        rates_bytes_per_s=(25_000_000, 1_000_000),
+    )
+    made = [Topology(axes=[AxisLinks(name="a", levels=[v])]) for v in (level, whole)]
+    assert made[0] == made[1]
+    assert made[0].fingerprint == made[1].fingerprint
+    assert hash(made[0].axes) == hash(made[1].axes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
     [
-        lambda: Link(kind="x", network="switch", bandwidth_bytes_per_s=0),
-        lambda: Link(kind="x", network="switch", bandwidth_bytes_per_s=1, latency_ps=-1),
-        lambda: Level(size=0, link=LINK, dimension="x"),
-        lambda: Level(size=4, link=LINK, dimension="x", extent=3),
-        lambda: Level(size=2, link=LINK, dimension="x", rates_bytes_per_s=(1, 0)),
+        (Link, {"network": "swich"}, "Did you mean 'switch'?"),
+        (Link, {"network": ""}, "'torus', 'switch', 'memory'"),
+        (Link, {"kind": ""}, "must not be empty"),
+        (Level, {"size": 4, "extent": 3, "rates_bytes_per_s": ()}, "does not fit the dimension"),
+        (Level, {"rates_bytes_per_s": (1, 0)}, "rates_bytes_per_s=0"),
+        (Level, {"rates_bytes_per_s": (1, 2, 3)}, "one rate for each of the 2 positions"),
+        (Level, {"rates_bytes_per_s": (1,)}, "one rate for each of the 2 positions"),
+        (Device, {"platform": "CPU"}, "Did you mean 'cpu'?"),
+        (Device, {"kind": "v5e", "platform": "gpu"}, "v5e is of platform 'tpu'"),
+        (Topology, {"axes": (AxisLinks(name="a", levels=()),) * 2}, "axis 'a' is there twice"),
     ],
 )
-def test_impossible_links(bad):
-    with pytest.raises(ValueError, match=r"Link|Level"):
-        bad()
+def test_impossible_hardware(kind, changes, says):
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        kind(**{**HARDWARE[kind], **changes})
+    assert str(caught.value).startswith(kind.__name__)
 
 
-LINK = Link(kind="x", network="switch", bandwidth_bytes_per_s=1)
+def test_rates_are_those_of_the_whole_dimension():
+    topology = Topology.parse("4*cpu:2@1Gbit,2Gbit,3Gbit,4Gbit", axes={"a": 2, "b": 4})
+    (outer,), (_, inner) = (axis.levels for axis in topology.axes)
+    assert (outer.size, inner.size) == (2, 2)
+    assert outer.rates_bytes_per_s == inner.rates_bytes_per_s
+    assert len(outer.rates_bytes_per_s) == outer.extent == 4
+
+
+def test_named_devices():
+    with pytest.raises(ValueError, match="unknown hardware 'h10'.*Did you mean 'h100'"):
+        Device.named("h10")
 
 
 def test_digits_of_several_axes():
@@ -336,6 +560,32 @@ def test_meshes_about_which_nothing_is_known():
     assert "mixes" in Topology.from_mesh(mesh(mixed, (2,), ("i",))).why_unknown
     scattered = [tpu(*c) for c in [(0, 0), (1, 1), (2, 0), (3, 3)]]
     assert "order" in Topology.from_mesh(mesh(scattered, (4,), ("i",))).why_unknown
+
+
+def test_names_that_are_no_text_look_like_none():
+    def gpus(count):
+        return [SimpleNamespace(device_kind="NVIDIA H100", process_index=0)] * count
+
+    assert Topology.from_mesh(mesh(gpus(8), (8,), ("i",))).name == "h100:8"
+    many = Topology.from_mesh(mesh(gpus(16), (16,), ("i",)))
+    assert many.name == "a mesh of 16 h100", "as text, a node has at most 8"
+    assert many.is_known
+    nodes = [SimpleNamespace(device_kind="NVIDIA H100", process_index=i // 16) for i in range(32)]
+    assert Topology.from_mesh(mesh(nodes, (2, 16), ("a", "b"))).name == "a mesh of 2 x 16 h100"
+
+
+def test_slices_whose_network_is_not_known():
+    devices = [tpu(x, 0, where=s, kind="TPU v3") for s in range(2) for x in range(2)]
+    topology = Topology.from_mesh(mesh(devices, (2, 2), ("s", "i")))
+    assert "rate between v3 slices is not known" in topology.why_unknown
+
+
+def test_no_mesh():
+    empty = jax.sharding.Mesh(np.empty((0, 4), object), ("a", "b"))
+    with pytest.raises(ValueError, match="no devices; make one with jax.make_mesh"):
+        Topology.from_mesh(empty)
+    with pytest.raises(TypeError, match="must be a jax.sharding.Mesh"):
+        Topology.from_mesh("cpu:8")
 
 
 @pytest.mark.parametrize(

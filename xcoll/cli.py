@@ -10,11 +10,12 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -27,8 +28,18 @@ from xcoll.topology import Topology
 from xcoll.units import readable_bytes, readable_time
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MOST_BYTES = 2**50
 _OPS = ("sum", "max", "min", "prod")
 _COMBINING = ("all_reduce", "reduce_scatter", "reduce")
+_OP_OF = {
+    "psum": "sum",
+    "pmean": "sum",
+    "psum_scatter": "sum",
+    "pmax": "max",
+    "pmin": "min",
+    "pprod": "prod",
+}
+"""Names that say how values combine."""
 
 
 class _UsageError(Exception):
@@ -54,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _plan(arguments)
     except SystemExit as stop:  # --help and --version
         return int(stop.code or 0)
+    except OverflowError as err:
+        print(f"xcoll: error: too large a number to plan with: {err}", file=sys.stderr)
+        return 2
     except (_UsageError, ValueError) as err:
         print(f"xcoll: error: {str(err).splitlines()[0]}", file=sys.stderr)
         return 2
@@ -120,46 +134,76 @@ def _request(arguments: argparse.Namespace, topology: Topology) -> Request:
         raise _UsageError(
             unknown("plan", "collective", name, dict.fromkeys((*COLLECTIVES, *COLLECTIVE_OF)))
         )
-    op = arguments.op or {"pmax": "max", "pmin": "min", "pprod": "prod"}.get(name, "sum")
-    if op not in _OPS:
-        raise _UsageError(unknown("plan", "op", op, _OPS))
-    try:
-        itemsize = jnp.dtype(arguments.dtype).itemsize
-    except TypeError:
-        raise _UsageError(
-            f"--dtype {arguments.dtype}: no such dtype; write one of numpy's or jax's, for example"
-            " float32, bfloat16 or int8"
-        ) from None
+    dtype = _dtype(arguments.dtype)
     sizes = topology.axis_sizes
-    over = tuple(arguments.over.split(",")) if arguments.over else tuple(sizes)
-    for axis in over:
-        if axis not in sizes:
-            raise _UsageError(unknown(f"--over {arguments.over}", "axis", axis, sizes))
+    over = _over(arguments.over, sizes) if arguments.over is not None else tuple(sizes)
     num_bytes = _bytes(arguments.bytes)
     ranks = math.prod(sizes[axis] for axis in over)
     rows = ranks if collective in ("reduce_scatter", "all_to_all", "scatter") else 1
+    itemsize = dtype.itemsize
     if num_bytes % (itemsize * rows):
         raise _UsageError(
-            f"--bytes {arguments.bytes}: {collective} of {arguments.dtype} over {ranks} ranks"
+            f"--bytes {arguments.bytes}: {collective} of {dtype.name} over {ranks} ranks"
             f" needs a multiple of {itemsize * rows} bytes"
         )
     return Request(
         collective=collective,
-        op=op if collective in _COMBINING else "none",
+        op=_op(name, collective, arguments.op),
         axes=over,
         axis_sizes=tuple(sizes[axis] for axis in over),
-        dtype=arguments.dtype,
+        dtype=dtype.name,
         itemsize=itemsize,
         shapes=((num_bytes // itemsize,),),
         platform=topology.platform,
     )
 
 
+def _op(name: str, collective: str, given: str | None) -> str:
+    if given is not None and given not in _OPS:
+        raise _UsageError(unknown("plan", "op", given, _OPS))
+    if collective not in _COMBINING:
+        if given is not None:
+            raise _UsageError(f"--op {given}: {name} combines nothing; leave --op out")
+        return "none"
+    own = _OP_OF.get(name)
+    if own is not None and given not in (None, own):
+        raise _UsageError(
+            f"--op {given}: {name} is a {own}; leave --op out, or name the collective {collective}"
+        )
+    return own or given or "sum"
+
+
+def _dtype(text: str) -> np.dtype[Any]:
+    try:
+        dtype = jnp.dtype(text)
+        # Numpy has dtypes that jax has not, such as strings, objects and long doubles.
+        known = getattr(jnp, dtype.name, None) is not None
+        if known and (dtype == jnp.bool or jnp.issubdtype(dtype, jnp.number)):
+            return dtype
+    except (TypeError, ValueError, SyntaxError, DeprecationWarning):
+        pass
+    raise _UsageError(
+        f"--dtype {text!r}: no dtype of numbers or bools that jax has; write for example float32,"
+        " bfloat16, int8 or bool"
+    )
+
+
+def _over(text: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    over = tuple(text.split(","))
+    for axis in over:
+        if axis not in sizes:
+            raise _UsageError(unknown(f"--over {text}", "axis", axis, sizes))
+        if over.count(axis) > 1:
+            raise _UsageError(f"--over {text}: axis {axis!r} is there twice; name each once")
+    return over
+
+
 def _axes(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")
-        if not name.isidentifier() or not size.isdigit() or int(size) < 1:
+        # Not isdigit(), which takes superscripts and every script's digits.
+        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}", size):
             raise _UsageError(f"--axes {text}: {part!r} is no name=size, as in host=2,device=4")
         if name in axes:
             raise _UsageError(f"--axes {text}: axis {name!r} is there twice")
@@ -168,10 +212,14 @@ def _axes(text: str) -> dict[str, int]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([kmg]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+)\s*([kmg]?i?)b?", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise _UsageError(f"--bytes {text}: no number of bytes; write it as 4096, 64KiB or 16MiB")
-    return int(match[1]) * _UNITS[match[2]]
+    # Python reads no integers of thousands of digits.
+    number = int(match[1]) * _UNITS[match[2]] if len(match[1]) < 30 else _MOST_BYTES + 1
+    if number > _MOST_BYTES:
+        raise _UsageError(f"--bytes {text}: too large; write at most {_MOST_BYTES // 2**30}GiB")
+    return number
 
 
 def read_choice(text: str) -> Choice:
@@ -185,7 +233,7 @@ def read_choice(text: str) -> Choice:
     """
     try:
         return _choice(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise ValueError(
             f"--algorithm {text}: write a name, with options in brackets: ring, tree(radix=4),"
             " hierarchical(native, ring)"
@@ -200,7 +248,7 @@ def _choice(node: ast.expr) -> Choice:
     options = []
     for keyword in node.keywords:
         value = ast.literal_eval(keyword.value)
-        if keyword.arg is None or not isinstance(value, int):
+        if keyword.arg is None or type(value) is not int:  # a bool is one, too
             raise TypeError
         options.append((keyword.arg, value))
     return Choice(node.func.id, tuple(sorted(options)), tuple(map(_choice, node.args)))

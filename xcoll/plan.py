@@ -7,12 +7,36 @@ host, all-reduce over hosts, all-gather over the devices.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
+from xcoll.errors import unknown
 from xcoll.policy import Choice
+from xcoll.schedule import COLLECTIVES
+
+OPS = ("sum", "max", "min", "prod", "none")
+"""How the values of a request combine."""
+
+ALGORITHM_NAMES = (
+    "native",
+    "ring",
+    "bidirectional_ring",
+    "recursive_doubling",
+    "halving_doubling",
+    "tree",
+    "double_tree",
+    "direct",
+    "bruck",
+    "pairwise",
+    "torus",
+    "hierarchical",
+)
+"""What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
+
+_JSON_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -160,53 +184,105 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `from_json` reads it back, equal."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps({"version": _JSON_VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Returns the plan that `to_json` wrote.
 
         Raises:
-          ValueError: the text is not such a plan.
+          ValueError: the text is not such a plan: no JSON, another version, a field that is
+            missing, unknown, or has a wrong value.
         """
         try:
-            return _plan(json.loads(text))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as err:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
+                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
+            made: Plan = _read(cls, {k: v for k, v in data.items() if k != "version"}, "plan")
+            _check(made)
+        except (ValueError, TypeError) as err:
             raise ValueError(f"Plan.from_json: not a plan written by to_json: {err}") from err
+        except RecursionError:
+            raise ValueError("Plan.from_json: the text is nested too deeply") from None
+        return made
 
 
-def _plan(data: dict[str, Any]) -> Plan:
-    request = dict(data["request"])
-    request["shapes"] = tuple(map(tuple, request["shapes"]))
-    request["axes"] = tuple(request["axes"])
-    request["axis_sizes"] = tuple(request["axis_sizes"])
-    return Plan(
-        **{
-            **data,
-            "request": Request(**request),
-            "stages": tuple(
-                Stage(s["collective"], _span(s["span"]), _choice(s["choice"]), tuple(s["dims"]))
-                for s in data["stages"]
-            ),
-            "wire_bytes": _pairs(data["wire_bytes"]),
-            "operations": tuple(
-                Operation(**{**o, "axes": tuple(o["axes"])}) for o in data["operations"]
-            ),
-            "candidates": tuple(
-                Candidate(**{**c, "wire_bytes": _pairs(c["wire_bytes"])})
-                for c in data["candidates"]
-            ),
-        }
-    )
+@functools.cache
+def _types(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _span(data: dict[str, Any]) -> Span:
-    return Span(tuple(data["axes"]), data["num_ranks"], data["stride"])
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Returns decoded JSON as a value of a type: a data class, tuple, str, int, or None."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: an object is expected, not {value!r}")
+        types = _types(kind)
+        for key in value:
+            if key not in types:
+                raise ValueError(unknown(where, "field", key, types))
+        for key in types:
+            if key not in value:
+                raise ValueError(f"{where}: {key!r} is missing")
+        return kind(**{k: _read(t, value[k], f"{where}.{k}") for k, t in types.items()})
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: a list is expected, not {value!r}")
+        if inner[-1] is Ellipsis:
+            inner = inner[:1] * len(value)
+        if len(inner) != len(value):
+            raise ValueError(f"{where}: {len(inner)} items are expected, not {value!r}")
+        pairs = enumerate(zip(inner, value, strict=True))
+        return tuple(_read(t, v, f"{where}[{i}]") for i, (t, v) in pairs)
+    # By type(), since a bool is no integer here.
+    if type(value) not in (inner or (kind,)):
+        names = " or ".join(t.__name__ for t in inner or (kind,))
+        raise ValueError(f"{where}: {names} is expected, not {value!r}")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{where}: must not be negative, but is {value}")
+    return value
 
 
-def _choice(data: dict[str, Any]) -> Choice:
-    return Choice(data["name"], _pairs(data["options"]), tuple(map(_choice, data["levels"])))
+def _check(plan: Plan) -> None:
+    """Checks what the types alone do not say."""
+    request = plan.request
+    _known("request.collective", "collective", request.collective, (*COLLECTIVES, "permute"))
+    _known("request.op", "op", request.op, OPS)
+    if len(set(request.axes)) != len(request.axes) or len(request.axes) != len(request.axis_sizes):
+        raise ValueError(
+            f"request: axes {request.axes} with sizes {request.axis_sizes}; each axis needs one"
+        )
+    if request.root >= request.num_ranks or request.itemsize < 1:
+        raise ValueError(
+            f"request: root {request.root} of {request.num_ranks} ranks, itemsize"
+            f" {request.itemsize}; a root is one of the ranks, and an item at least a byte"
+        )
+    if not plan.stages:
+        raise ValueError("stages: a plan has at least one")
+    for stage in plan.stages:
+        _known("stages", "collective", stage.collective, (*COLLECTIVES, "permute"))
+        _check_choice(stage.choice)
+        span = stage.span
+        if min(span.num_ranks, span.stride, *stage.dims) < 1:
+            raise ValueError(f"stages: {stage}: numbers of ranks and strides are at least 1")
+    wire = (plan.wire_bytes, *(candidate.wire_bytes for candidate in plan.candidates))
+    used = [
+        *(axis for stage in plan.stages for axis in stage.span.axes),
+        *(axis for operation in plan.operations for axis in operation.axes),
+        *(axis for pairs in wire for axis, _ in pairs),
+    ]
+    for axis in used:
+        _known("plan", "axis", axis, request.axes)
 
 
-def _pairs(data: list[list[Any]]) -> tuple[tuple[str, int], ...]:
-    return tuple((str(k), int(v)) for k, v in data)
+def _check_choice(choice: Choice) -> None:
+    _known("stages", "algorithm", choice.name, ALGORITHM_NAMES)
+    for level in choice.levels:
+        _check_choice(level)
+
+
+def _known(where: str, kind: str, value: str, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(unknown(where, kind, value, valid))

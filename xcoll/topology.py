@@ -8,14 +8,19 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from xcoll.hardware.fields import axis_sizes, many, word
 from xcoll.hardware.links import AxisLinks as AxisLinks
 from xcoll.hardware.links import Device as Device
 from xcoll.hardware.links import Level as Level
 from xcoll.hardware.links import Link as Link
 from xcoll.hardware.mesh import read_mesh
+from xcoll.hardware.stored import read_axes, read_device, read_fields
 from xcoll.hardware.text import read
+from xcoll.units import readable_time
+
+_JSON_VERSION = 1
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -54,11 +59,15 @@ class Topology:
       name: how messages call it.
       why_unknown: why ``device`` is None.
 
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: two axes have the same name.
+
     Example:
       >>> topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
       >>> print(topology)
       2*cpu:4@200Mbit
-        host=2: network of 2, 23.9 MB/s one way, shared by 4, 60.0 us
+        host=2: network of 2, 23.9 MB/s one way, shared by 4, 60 µs
         device=4: memory of 4
       >>> Topology.from_json(topology.to_json()) == topology
       True
@@ -68,6 +77,19 @@ class Topology:
     device: Device | None = None
     name: str = "custom"
     why_unknown: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", many("Topology", "axes", self.axes, AxisLinks))
+        if self.device is not None and not isinstance(self.device, Device):
+            raise TypeError(f"Topology(device={self.device!r}): must be a Device, or None")
+        word("Topology", "name", self.name, empty=True)
+        word("Topology", "why_unknown", self.why_unknown, empty=True)
+        names = [axis.name for axis in self.axes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"Topology(axes=...): axis {name!r} is there twice; name each once"
+                )
 
     @classmethod
     def parse(cls, text: str, axes: Mapping[str, int] | None = None) -> Topology:
@@ -89,9 +111,10 @@ class Topology:
             ``z``, ``core`` on TPU, ``host`` and ``device`` elsewhere.
 
         Raises:
+          TypeError: ``text`` is no string, or ``axes`` no mapping from strings to integers.
           ValueError: malformed text, with the place marked; unknown hardware; a size the
-            hardware does not have; axes that make another number of devices, or that do not line
-            up with the physical dimensions.
+            hardware does not have; an axis of less than one; axes that make another number of
+            devices, or that do not line up with the physical dimensions.
         """
         device, placed = read(text, axes)
         return cls(axes=placed, device=device, name=text)
@@ -110,7 +133,18 @@ class Topology:
         Returns:
           The topology; an `unknown` one where the devices are of an unknown kind, or lie in
           an order that no product of axes describes.
+
+        Raises:
+          TypeError: ``mesh`` has no devices, or an axis name is no string.
+          ValueError: the mesh is empty.
         """
+        if getattr(mesh, "devices", None) is None:
+            raise TypeError(f"Topology.from_mesh({mesh!r}): must be a jax.sharding.Mesh")
+        if not mesh.devices.size:
+            raise ValueError(
+                f"Topology.from_mesh({mesh!r}): the mesh has no devices; make one with"
+                " jax.make_mesh"
+            )
         sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         found = read_mesh(mesh.devices, sizes)
         if isinstance(found, str):
@@ -120,11 +154,16 @@ class Topology:
 
     @classmethod
     def unknown(cls, axes: Mapping[str, int], why: str = "the hardware is not known") -> Topology:
-        """Returns a topology about which nothing is known: every plan for it is native."""
+        """Returns a topology about which nothing is known: every plan for it is native.
+
+        Raises:
+          TypeError: ``axes`` is no mapping from strings to integers.
+          ValueError: an axis of less than one.
+        """
         return cls(
             axes=tuple(
                 AxisLinks(name=n, levels=(_nothing(n, s),) if s > 1 else ())
-                for n, s in axes.items()
+                for n, s in axis_sizes("Topology.unknown", axes).items()
             ),
             name="unknown",
             why_unknown=why,
@@ -152,16 +191,21 @@ class Topology:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check(self, call: str, axis_sizes: Mapping[str, int]) -> None:
-        """Checks that the topology describes a mesh with these axes.
+        """Checks that the topology describes a mesh with these axes, in their order.
+
+        The same axes in another order lie on other links: the last one on the innermost.
 
         Raises:
           ValueError: it describes another; both are shown.
         """
-        if self.axis_sizes != dict(axis_sizes):
+        if tuple(self.axis_sizes.items()) != tuple(axis_sizes.items()):
+            is_order = self.axis_sizes == dict(axis_sizes)
             raise ValueError(
                 f"{call}: the topology does not match the mesh: topology {self.name!r} has axes"
-                f" {_sizes(self.axis_sizes)}, the mesh has {_sizes(axis_sizes)}; give the"
-                " topology the mesh's axes, for example Topology.parse(text, axes=dict(mesh.shape))"
+                f" {_sizes(self.axis_sizes)}, the mesh has {_sizes(axis_sizes)}"
+                + (", in another order" if is_order else "")
+                + "; give the topology the mesh's axes, in its order, for example"
+                " Topology.parse(text, axes=dict(mesh.shape))"
             )
 
     def digits(self, axes: Iterable[str]) -> tuple[Digit, ...]:
@@ -180,29 +224,28 @@ class Topology:
 
     def to_json(self) -> str:
         """Returns the topology as JSON text; `from_json` reads it back, equal."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        return json.dumps({"version": _JSON_VERSION, **asdict(self)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Returns the topology that `to_json` wrote.
+        """Returns the topology that `to_json` wrote, or that was written by hand in its form.
 
         Raises:
-          ValueError: the text is not such a topology.
+          ValueError: the text is not such a topology: no JSON, another version, a field that is
+            missing, unknown, or has a wrong value.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            device = data["device"]
-            return cls(
-                axes=tuple(
-                    AxisLinks(name=a["name"], levels=tuple(_level(v) for v in a["levels"]))
-                    for a in data["axes"]
-                ),
-                device=None if device is None else Device(**device),
-                name=data["name"],
-                why_unknown=data["why_unknown"],
-            )
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as err:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
+                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
+            values = read_fields(cls, {k: v for k, v in data.items() if k != "version"})
+            values["axes"] = read_axes(values["axes"])
+            values["device"] = read_device(values.get("device"))
+            return cls(**values)
+        except (ValueError, TypeError) as err:
             raise ValueError(f"Topology.from_json: not a topology by to_json: {err}") from err
+        except RecursionError:
+            raise ValueError("Topology.from_json: the text is nested too deeply") from None
 
     def __hash__(self) -> int:
         # Topologies are keys of caches, and this hash is computed once.
@@ -219,11 +262,6 @@ class Topology:
 def _nothing(axis: str, size: int) -> Level:
     link = Link(kind="unknown", network="memory", bandwidth_bytes_per_s=1)
     return Level(size=size, link=link, dimension=axis)
-
-
-def _level(data: dict[str, Any]) -> Level:
-    rates = tuple(data["rates_bytes_per_s"])
-    return Level(**{**data, "link": Link(**data["link"]), "rates_bytes_per_s": rates})
 
 
 def _sizes(axes: Mapping[str, int]) -> str:
@@ -247,7 +285,7 @@ def _describe(level: Level) -> str:
         if level.shared_by > 1:
             parts.append(f"shared by {level.shared_by}")
         if level.link.latency_ps:
-            parts.append(f"{level.link.latency_ps / 1e6:.1f} us")
+            parts.append(readable_time(level.link.latency_ps))
     return ", ".join(parts)
 
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from xcoll.hardware.tables import figure, load
+from xcoll.errors import unknown
+from xcoll.hardware.fields import many, one_of, whole, word
+from xcoll.hardware.tables import figure, kinds, load
+
+Network = Literal["torus", "switch", "memory"]
+Platform = Literal["cpu", "tpu", "gpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,20 +27,25 @@ class Link:
       bandwidth_bytes_per_s: of payload, one way, of one link or port. The other way has the same,
         at the same time.
       latency_ps: of one hop.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: an unknown network; a number that has a fraction or is out of range.
+
+    Example:
+      >>> Link(kind="lan", network="switch", bandwidth_bytes_per_s=25e6).bandwidth_bytes_per_s
+      25000000
     """
 
     kind: str
-    network: Literal["torus", "switch", "memory"]
+    network: Network
     bandwidth_bytes_per_s: int
     latency_ps: int = 0
 
     def __post_init__(self) -> None:
-        if self.bandwidth_bytes_per_s < 1 or self.latency_ps < 0:
-            raise ValueError(
-                f"Link(bandwidth_bytes_per_s={self.bandwidth_bytes_per_s},"
-                f" latency_ps={self.latency_ps}): the bandwidth must be positive and the latency"
-                " not negative"
-            )
+        word("Link", "kind", self.kind)
+        one_of("Link", "network", self.network, get_args(Network))
+        _set_whole(self, bandwidth_bytes_per_s=1, latency_ps=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +62,13 @@ class Level:
       shared_by: devices behind one link or port, all of which use it at the same time (the
         devices of a host behind its network card).
       wrap: the dimension closes to a ring.
-      rates_bytes_per_s: one way, of each position's port where they are unequal; else empty. The
-        slowest bounds a collective.
+      rates_bytes_per_s: one way, of the port of each position of the whole dimension where they
+        are unequal; else empty. The slowest bounds a collective.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: a number has a fraction or is out of range, the level does not fit its dimension,
+        or there is another number of rates than of positions.
     """
 
     size: int
@@ -66,17 +81,29 @@ class Level:
     rates_bytes_per_s: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.stride < 1 or self.shared_by < 1:
-            raise ValueError(f"{self}: size, stride and shared_by must be at least 1")
+        _set_whole(self, size=1, extent=0, stride=1, shared_by=1)
+        many("Level", "link", (self.link,), Link)
+        word("Level", "dimension", self.dimension)
+        if not isinstance(self.wrap, bool):
+            raise TypeError(f"Level(wrap={self.wrap!r}): must be True or False")
         if self.extent == 0:
-            object.__setattr__(self, "extent", self.size * self.stride)
+            _set(self, "extent", self.size * self.stride)
         if self.extent < (self.size - 1) * self.stride + 1:
             raise ValueError(
                 f"Level(size={self.size}, stride={self.stride}, extent={self.extent}): does not"
                 " fit the dimension"
             )
-        if self.rates_bytes_per_s and min(self.rates_bytes_per_s) < 1:
-            raise ValueError(f"Level(rates_bytes_per_s={self.rates_bytes_per_s}): must be positive")
+        rates = many("Level", "rates_bytes_per_s", self.rates_bytes_per_s)
+        _set(
+            self,
+            "rates_bytes_per_s",
+            tuple(whole("Level", "rates_bytes_per_s", r, 1) for r in rates),
+        )
+        if rates and len(rates) != self.extent:
+            raise ValueError(
+                f"Level(rates_bytes_per_s={rates!r}): give one rate for each of the {self.extent}"
+                f" positions of dimension {self.dimension!r}, not {len(rates)}; or none"
+            )
 
     @property
     def is_ring(self) -> bool:
@@ -102,6 +129,10 @@ class AxisLinks:
     name: str
     levels: tuple[Level, ...]
 
+    def __post_init__(self) -> None:
+        word("AxisLinks", "name", self.name)
+        _set(self, "levels", many("AxisLinks", "levels", self.levels, Level))
+
     @property
     def size(self) -> int:
         """Size of the mesh axis."""
@@ -121,19 +152,41 @@ class Device:
       step_ps: time to start one operation.
       num_hosts: processes (CPU), slices (TPU) or NVLink domains (GPU) in the topology.
       version: of the table the figures come from.
+
+    Raises:
+      TypeError: a field has the wrong type.
+      ValueError: an unknown platform, or another than that of the hardware table of this kind; a
+        number that has a fraction or is out of range.
     """
 
     kind: str
-    platform: Literal["cpu", "tpu", "gpu"]
+    platform: Platform
     memory_bytes_per_s: int
     copy_bytes_per_s: int
     step_ps: int
     num_hosts: int = 1
     version: str = ""
 
+    def __post_init__(self) -> None:
+        word("Device", "kind", self.kind)
+        one_of("Device", "platform", self.platform, get_args(Platform))
+        word("Device", "version", self.version, empty=True)
+        _set_whole(self, memory_bytes_per_s=1, copy_bytes_per_s=1, step_ps=0, num_hosts=1)
+        if self.kind in kinds() and self.platform != load(self.kind)["platform"]:
+            raise ValueError(
+                f"Device(kind={self.kind!r}, platform={self.platform!r}): {self.kind} is of"
+                f" platform {load(self.kind)['platform']!r}; give a device of your own another kind"
+            )
+
     @classmethod
     def named(cls, kind: str, num_hosts: int = 1) -> Device:
-        """Returns the device of a hardware table."""
+        """Returns the device of a hardware table.
+
+        Raises:
+          ValueError: there is none; the valid ones and the nearest are named.
+        """
+        if kind not in kinds():
+            raise ValueError(unknown("Device.named", "hardware", kind, kinds()))
         table = load(kind)
         memory = int(figure(kind, "memory_bandwidth"))
         # A pass over data in device memory reads it and writes it.
@@ -147,3 +200,13 @@ class Device:
             num_hosts=num_hosts,
             version=str(table["version"]),
         )
+
+
+def _set(record: Any, name: str, value: Any) -> None:
+    object.__setattr__(record, name, value)
+
+
+def _set_whole(record: Any, **least: int) -> None:
+    """Makes fields integers, of at least the values that are given."""
+    for name, bound in least.items():
+        _set(record, name, whole(type(record).__name__, name, getattr(record, name), bound))

@@ -16,6 +16,7 @@ from xcoll.hardware.placement import (
     tpu_dimensions,
 )
 from xcoll.hardware.tables import kind_of_device, load
+from xcoll.hardware.text import take_apart
 
 Found = tuple[Device, tuple[AxisLinks, ...], str]
 
@@ -32,6 +33,9 @@ def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found |
     platform = load(kind)["platform"]
     coordinates: np.ndarray[Any, Any]
     if platform == "tpu":
+        several = len(_slices(flat)) > 1
+        if several and "dcn_bandwidth" not in load(kind)["figures"]:
+            return f"the rate between {kind} slices is not known; give it as text, with '@RATE'"
         coordinates, dimensions, count = _tpu(kind, flat)
     else:
         hosts = _hosts(kind, flat)
@@ -55,12 +59,21 @@ def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found |
     if levels is None:
         return "its devices lie in an order that no product of axes describes"
     sizes = "x".join(str(d.size) for d in dimensions if d.name not in ("slice", "host", "core"))
-    name = f"{count}*{kind}:{sizes}" if count > 1 else f"{kind}:{sizes}"
-    return Device.named(kind, count), levels, name
+    return Device.named(kind, count), levels, _name(kind, count, sizes)
+
+
+def _name(kind: str, count: int, sizes: str) -> str:
+    """Returns the text that describes such devices; plain words where none does."""
+    text = f"{count}*{kind}:{sizes}" if count > 1 else f"{kind}:{sizes}"
+    try:
+        take_apart(text)
+    except ValueError:
+        return f"a mesh of {count} x {sizes} {kind}" if count > 1 else f"a mesh of {sizes} {kind}"
+    return text
 
 
 def _tpu(kind: str, flat: Sequence[Any]) -> tuple[np.ndarray[Any, Any], list[Dimension], int]:
-    slices = sorted({getattr(d, "slice_index", 0) or 0 for d in flat})
+    slices = _slices(flat)
     cores = max(getattr(d, "core_on_chip", 0) or 0 for d in flat) + 1
     rank = load(kind)["dimensions"]["value"]
     chips = np.array([tuple(d.coords)[:rank] for d in flat])
@@ -79,6 +92,10 @@ def _tpu(kind: str, flat: Sequence[Any]) -> tuple[np.ndarray[Any, Any], list[Dim
     found = {d.name: d for d in tpu_dimensions(kind, torus, len(slices), cores)}
     names = ["slice", *"xyz"[:rank], "core"]
     return coordinates, [found.get(n) or _single(n) for n in names], len(slices)
+
+
+def _slices(flat: Sequence[Any]) -> list[int]:
+    return sorted({getattr(d, "slice_index", 0) or 0 for d in flat})
 
 
 def _hosts(kind: str, flat: Sequence[Any]) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xcoll.errors import unknown
+from xcoll.hardware.fields import LARGEST, axis_sizes
 from xcoll.hardware.links import AxisLinks, Device
 from xcoll.hardware.placement import (
     Dimension,
@@ -21,7 +22,13 @@ from xcoll.hardware.tables import kinds, load
 FORM = "[COUNT*]KIND:SIZE[xSIZE...][@RATE[,RATE...]]"
 """The form of a topology's text; see `xcoll.topology.Topology.parse`."""
 
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kKMGT]?)(bit|B)(?:/s)?")
+# Not \d, which is every script's digits.
+_NUMBER = re.compile(r"[0-9]+")
+_COUNT = re.compile(r"([0-9]+)\*")
+_KIND = re.compile(r"[A-Za-z][A-Za-z0-9]*")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGT]?)(bit|B)(?:/s)?")
+_DIGITS = 18
+_MOST = 2**31
 _SCALE = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -39,8 +46,13 @@ def read(text: str, axes: Mapping[str, int] | None) -> tuple[Device, tuple[AxisL
     """Returns the device and the axes that ``text`` describes.
 
     Raises:
+      TypeError: see `xcoll.topology.Topology.parse`.
       ValueError: see `xcoll.topology.Topology.parse`.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"Topology.parse({text!r}): must be text, such as 'v5e:4x4'")
+    if axes is not None:
+        axes = axis_sizes(f"Topology.parse({text!r})", axes)
     parsed = take_apart(text)
     platform = load(parsed.kind)["platform"]
     if platform == "tpu":
@@ -56,13 +68,13 @@ def read(text: str, axes: Mapping[str, int] | None) -> tuple[Device, tuple[AxisL
     devices = math.prod(d.size for d in dimensions)
     if math.prod(axes.values()) != devices:
         raise ValueError(
-            f"Topology.parse({text!r}, axes={dict(axes)}): the text describes {devices} devices,"
+            f"Topology.parse({text!r}, axes={axes}): the text describes {devices} devices,"
             f" the axes make {math.prod(axes.values())}; make the products equal"
         )
     try:
         placed = place(dimensions, axes)
     except ValueError as err:
-        raise ValueError(f"Topology.parse({text!r}, axes={dict(axes)}): {err}") from None
+        raise ValueError(f"Topology.parse({text!r}, axes={axes}): {err}") from None
     return Device.named(parsed.kind, parsed.count), placed
 
 
@@ -73,13 +85,13 @@ def take_apart(text: str) -> Parsed:
       ValueError: malformed text, with the place marked.
     """
     at = 0
-    match = re.match(r"(\d+)\*", text)
-    count = int(match[1]) if match else 1
+    match = _COUNT.match(text)
+    count = _number(text, 0, match[1]) if match else 1
     if match:
         at = match.end()
         if count < 1:
             raise _error(text, 0, "the count must be at least 1")
-    match = re.compile(r"[A-Za-z][A-Za-z0-9]*").match(text, at)
+    match = _KIND.match(text, at)
     if not match:
         raise _error(text, at, f"the kind of hardware is expected here, one of {_kinds()}")
     kind = match[0].lower()
@@ -93,10 +105,11 @@ def take_apart(text: str) -> Parsed:
     starts: list[int] = []
     at += 1
     while True:
-        match = re.compile(r"\d+").match(text, at)
-        if not match or int(match[0]) < 1:
+        match = _NUMBER.match(text, at)
+        size = _number(text, at, match[0]) if match else 0
+        if not match or size < 1:
             raise _error(text, at, "a size of at least 1 is expected here")
-        sizes.append(int(match[0]))
+        sizes.append(size)
         starts.append(at)
         at = match.end()
         if text[at : at + 1] != "x":
@@ -111,13 +124,20 @@ def take_apart(text: str) -> Parsed:
     return Parsed(kind, count, tuple(sizes), rates)
 
 
+def _number(text: str, at: int, digits: str) -> int:
+    if len(digits) > _DIGITS or int(digits) > _MOST:
+        raise _error(text, at, f"too large, at most {_MOST}")
+    return int(digits)
+
+
 def _check_sizes(text: str, kind: str, sizes: list[int], starts: list[int]) -> None:
     table = load(kind)
     wanted = table["dimensions"]["value"] if "dimensions" in table else 1
     if len(sizes) != wanted:
         at = starts[min(len(starts), wanted + 1) - 1]
+        sizes_of = "1 size" if wanted == 1 else f"{wanted} sizes"
         example = "x".join(["4"] * wanted)
-        raise _error(text, at, f"{kind} takes {wanted} sizes, for example '{kind}:{example}'")
+        raise _error(text, at, f"{kind} takes {sizes_of}, for example '{kind}:{example}'")
     largest = table["largest"]["value"] if "largest" in table else None
     for size, at in zip(sizes, starts, strict=True):
         if largest is not None and size > largest:
@@ -135,15 +155,19 @@ def _rates(text: str, at: int, count: int) -> tuple[tuple[int, ...], int]:
     rates: list[int] = []
     while text[at : at + 1] == ("," if rates else "@"):
         match = _RATE.match(text, at + 1)
-        if not match or float(match[1]) <= 0:
+        if not match or not match[1].strip("0."):
             raise _error(
                 text, at + 1, "a rate is expected here, for example 200Mbit, 10Gbit or 5GB"
             )
         number, scale, unit = match.groups()
+        if len(number) > _DIGITS:
+            raise _error(text, at + 1, f"a rate of at most {_DIGITS} digits is expected here")
         whole, _, fraction = number.partition(".")
         # Integers throughout: a plan must not depend on how a processor rounds.
         scaled = int(whole + fraction) * _SCALE[scale] // 10 ** len(fraction)
         rates.append(max(1, scaled // 8 if unit == "bit" else scaled))
+        if rates[-1] > LARGEST:
+            raise _error(text, at + 1, f"a rate of at most {LARGEST} bytes/s is expected here")
         at = match.end()
     if count == 1:
         raise _error(text, start, "a rate is that between hosts or slices, and there is only one")
