@@ -34,6 +34,7 @@ import optax
 import train_lm
 from lm_model import Config
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import xcoll
@@ -97,7 +98,10 @@ def check(name: str, result: Any, plain: Any) -> None:
 
 def run(rounds: int, steps: int, topology: str) -> dict[str, Any]:
     """Measures every variant in every round, in turn; returns the figures."""
-    mesh = lm_devices.make_mesh("host=2,device=4")
+    try:
+        mesh = lm_devices.make_mesh({"host": 2, "device": 4})
+    except ValueError as err:
+        raise SystemExit(str(err)) from None
     job = train_lm.Job(Config(), optax.adamw(1e-3), mesh)
     state = train_lm.initial_state(job, seed=0)
     text = lm_data.windows(lm_data.stdlib_corpus().train, 16, 64, (0,))
@@ -151,11 +155,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def table(figures: dict[str, Any]) -> Table:
     """Lays the figures out for people."""
-    out = Table(
-        title=f"{figures['device']}; {figures['machine']}; jax {figures['jax']};"
-        f" {figures['rounds']} rounds, median [quartiles]",
-        title_justify="left",
+    title = (
+        f"{figures['device']}; {figures['machine']}; jax {figures['jax']};"
+        f" {figures['rounds']} rounds, median [quartiles]"
     )
+    # Escaped: rich would take what stands in brackets for a style.
+    out = Table(title=escape(title), title_justify="left")
     out.add_column("")
     for name in figures["seconds"]:
         out.add_column(name, justify="right")
@@ -165,6 +170,7 @@ def table(figures: dict[str, Any]) -> Table:
             s = row[m]
             cell = f"{s['median'] * 1e3:.1f} [{s['low'] * 1e3:.1f}, {s['high'] * 1e3:.1f}]"
             ratio = figures["relative_to_plain"][name][m]
+            cell = escape(cell)
             cells.append(cell if name == "plain" else f"{cell}  x {ratio:.2f}")
         out.add_row(f"{m.removesuffix('_s')}, ms", *cells)
     out.add_row("instructions", *(f"{n:,}" for n in figures["instructions"].values()))

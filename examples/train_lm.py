@@ -21,20 +21,23 @@ import argparse
 import functools
 import itertools
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import lm_compare
 import lm_data
+import lm_runs
 import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_devices import initialize_processes, make_mesh, use_virtual_devices
 from lm_model import Config, Transformer, next_byte_loss
+from lm_options import arguments, check_topology, fail
 from rich.console import Console
 
 import xcoll
@@ -173,43 +176,35 @@ def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
     return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))()
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parses the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mesh", help="mesh axes, for example host=2,device=4")
-    parser.add_argument("--virtual-devices", type=int, help="split the CPU into this many devices")
-    parser.add_argument(
-        "--distributed",
-        nargs="?",
-        const="",
-        metavar="ADDRESS,COUNT,INDEX",
-        help="one of several processes; a TPU pod and Slurm say which one by themselves",
-    )
-    parser.add_argument("--topology", help="plan for this hardware, e.g. '2*cpu:4@200Mbit'")
-    parser.add_argument("--algorithm", help="force one algorithm, e.g. ring")
-    parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step, in all")
-    parser.add_argument("--seq-len", type=int, default=128, help="bytes a sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
-    parser.add_argument("--dim", type=int, default=256, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4)
-    return parser.parse_args(argv)
+def set_up(args: argparse.Namespace) -> Mesh:
+    """Returns the mesh, with everything checked that can stop the example before it trains."""
+    try:
+        if args.virtual_devices:
+            use_virtual_devices(args.virtual_devices)
+        if args.distributed is not None:
+            initialize_processes(args.distributed)
+        mesh = make_mesh(args.mesh)
+        if args.topology:
+            check_topology(args.topology, mesh)
+        if args.batch % mesh.size:
+            raise ValueError(f"--batch {args.batch}: must divide by the {mesh.size} devices")
+        if jax.process_index() == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.out).close()  # May it be written to?
+    except OSError as err:
+        fail(f"--out {args.out}: {err.strerror}")
+    except (ValueError, RuntimeError) as err:
+        fail(err)
+    return mesh
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains both ways and compares; returns 1 where they do not agree."""
-    args = arguments(argv)
-    if args.virtual_devices:
-        use_virtual_devices(args.virtual_devices)
-    if args.distributed is not None:
-        initialize_processes(args.distributed)
-
-    mesh = make_mesh(args.mesh)
-    if args.batch % mesh.size:
-        raise SystemExit(f"--batch {args.batch}: must divide by the {mesh.size} devices")
+    args = arguments(argv, (__doc__ or "").splitlines()[0])
+    mesh = set_up(args)
+    corpus = lm_data.stdlib_corpus()
+    if args.seq_len + 1 >= len(corpus.held_out):
+        fail(f"--seq-len {args.seq_len}: the held-out text has {len(corpus.held_out)} bytes")
     config = Config(seq_len=args.seq_len, dim=args.dim, layers=args.layers)
     job = Job(config, optax.adamw(args.lr), mesh, args.fsdp)
     step, probe = make_step(job), make_probe(job)
@@ -220,27 +215,26 @@ def main(argv: list[str] | None = None) -> int:
     # A log has no width of its own; 80 columns would squeeze the table of collectives.
     width = None if sys.stdout.isatty() else 120
     console = Console(quiet=jax.process_index() != 0, width=width)
-    corpus = lm_data.stdlib_corpus()
     graph = nnx.graphdef(job.model)
     evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
     held_out = list(itertools.islice(batches(corpus.held_out, job, args, 0), 8))
-
-    runs = []
-    for name, function in (("plain", step), ("optimised", optimised)):
-        run = lm_compare.train(
-            name,
-            jax.jit(function, donate_argnums=(0, 1)),
-            initial_state(job, args.seed),
-            batches(corpus.train, job, args, args.seed),
-            num_steps=args.steps,
-            held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
-            mesh=mesh,
-            console=console,
-        )
-        runs.append(run)
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    state = initial_state(job, args.seed)
+    runs = lm_runs.train(
+        {
+            name: jax.jit(function, donate_argnums=(0, 1))
+            for name, function in (("plain", step), ("optimised", optimised))
+        },
+        lambda: copy(state),
+        batches(corpus.train, job, args, args.seed),
+        num_steps=args.steps,
+        held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
+        mesh=mesh,
+        console=console,
+    )
     report = optimised.reports[-1]
 
-    state, tokens = initial_state(job, args.seed), next(batches(corpus.train, job, args, args.seed))
+    tokens = next(batches(corpus.train, job, args, args.seed))
     unchanged = xcoll.explain(
         step, *state, tokens, policy=xcoll.Policy.native(), topology=args.topology
     )

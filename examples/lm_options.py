@@ -1,0 +1,129 @@
+"""The example's command line: what is wrong with it is said in one line, before any training."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jax.sharding import Mesh
+from lm_devices import parse_mesh, parse_process
+from lm_model import Config
+
+import xcoll
+from xcoll.algorithms import check_choice
+
+
+def fail(message: object) -> NoReturn:
+    """Prints the first line of a message and exits, as argparse does, with code 2."""
+    line, *_ = str(message).splitlines() or ["error"]
+    print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
+    """Parses the command line; exits with code 2 where it asks for something impossible."""
+    parser = _Parser(description=description, allow_abbrev=False)
+    positive = _whole(1)
+    parser.add_argument(
+        "--mesh", type=_converted(parse_mesh), help="mesh axes, for example host=2,device=4"
+    )
+    parser.add_argument(
+        "--virtual-devices", type=positive, help="split the CPU into this many devices"
+    )
+    parser.add_argument(
+        "--distributed",
+        type=_converted(parse_process),
+        nargs="?",
+        const=(),
+        metavar="ADDRESS,COUNT,INDEX",
+        help="one of several processes; a TPU pod and Slurm say which one by themselves",
+    )
+    parser.add_argument(
+        "--topology",
+        type=_converted(_topology),
+        help="plan for this hardware, e.g. '2*cpu:4@200Mbit'",
+    )
+    parser.add_argument(
+        "--algorithm", type=_converted(_algorithm), help="force one algorithm, e.g. ring"
+    )
+    parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
+    parser.add_argument("--steps", type=positive, default=40)
+    parser.add_argument("--batch", type=positive, default=16, help="sequences a step, in all")
+    parser.add_argument("--seq-len", type=positive, default=128, help="bytes a sequence")
+    parser.add_argument("--lr", type=_converted(_rate), default=1e-3, help="learning rate of AdamW")
+    parser.add_argument("--seed", type=_whole(0, 2**31 - 1), default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
+    parser.add_argument("--dim", type=_whole(1, step=Config.heads), default=256, help="width")
+    parser.add_argument("--layers", type=positive, default=4)
+    return parser.parse_args(argv)
+
+
+def check_topology(text: str, mesh: Mesh) -> None:
+    """Checks that a topology describes a mesh of this shape.
+
+    Raises:
+      ValueError: it describes another.
+    """
+    try:
+        xcoll.Topology.parse(text, axes=dict(mesh.shape))
+    except ValueError as err:
+        raise ValueError(f"--topology and --mesh: {err}") from err
+
+
+def _converted(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Keeps the message of a ValueError, which argparse would replace by one of its own."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(str(err)) from None
+
+    return convert
+
+
+def _whole(low: int, high: int | None = None, step: int = 1) -> Callable[[str], Any]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high) or value % step:
+            rule = f"a whole number, at least {low}"
+            rule += f", at most {high}" if high is not None else ""
+            rule += f", a multiple of {step} (the heads)" if step > 1 else ""
+            raise ValueError(f"must be {rule}, not {text!r}")
+        return value
+
+    return _converted(parse)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"must be a number above 0, not {text!r}")
+    return value
+
+
+def _topology(text: str) -> str:
+    xcoll.Topology.parse(text)
+    return text
+
+
+def _algorithm(text: str) -> str:
+    choice = xcoll.Policy(algorithm=text).forced("psum")
+    assert choice is not None
+    check_choice(repr(text), choice)
+    return text
