@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -35,7 +36,9 @@ def axes_of(collective: Collective, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     return tuple(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
 
 
-def sends(collective: Collective, mesh: jax.sharding.Mesh) -> Iterator[tuple[int, int, int]]:
+def sends(
+    collective: Collective, mesh: jax.sharding.Mesh
+) -> Iterator[tuple[int, int, int | Fraction]]:
     """Yields ``(source, destination, bytes)`` for one execution of a collective.
 
     For permutes these are the pairs of the program. What a backend does inside another collective
@@ -48,7 +51,7 @@ def sends(collective: Collective, mesh: jax.sharding.Mesh) -> Iterator[tuple[int
     * all-gather: (n - 1) · B
     * collective-broadcast: B, the last rank nothing
 
-    and in an all-to-all B / n to each other rank. Fractions of a byte are dropped. A recv between
+    and in an all-to-all B / n to each other rank: exact, as a fraction of bytes. A recv between
     slices is the other end of its send and yields nothing; nor does a transfer to the host.
 
     Args:
@@ -64,13 +67,14 @@ def sends(collective: Collective, mesh: jax.sharding.Mesh) -> Iterator[tuple[int
             if group[0] != group[1]:
                 yield group[0], group[1], num_bytes
         elif "all-to-all" in kind:
-            yield from ((a, b, num_bytes // n) for a in group for b in group if a != b)
+            share = Fraction(num_bytes, n)
+            yield from ((a, b, share) for a in group for b in group if a != b)
         elif n > 1:
-            each = {
-                "all-reduce": 2 * (n - 1) * num_bytes // n,
-                "reduce-scatter": (n - 1) * num_bytes // n,
-                "all-gather": (n - 1) * num_bytes,
-                "collective-broadcast": num_bytes,
+            each: int | Fraction = {
+                "all-reduce": Fraction(2 * (n - 1) * num_bytes, n),
+                "reduce-scatter": Fraction((n - 1) * num_bytes, n),
+                "all-gather": Fraction((n - 1) * num_bytes),
+                "collective-broadcast": Fraction(num_bytes),
             }[kind]
             ring = zip(group, group[1:] + group[:1], strict=True)
             for source, destination in list(ring)[: n - 1 if kind == "collective-broadcast" else n]:
@@ -83,7 +87,7 @@ def wire_bytes(
     """Counts the bytes that the busiest device sends over each axis in one execution.
 
     What goes to a device that differs in several axes counts on each of them. See `sends` for what
-    is counted.
+    is counted; a fraction of a byte is dropped from the sum.
 
     Args:
       program: a compiled program or its text.
@@ -96,11 +100,11 @@ def wire_bytes(
     Raises:
       ValueError: a collective runs an unknown number of times and ``unknown_trips`` is None.
     """
-    sent = {name: np.zeros(mesh.devices.size, np.int64) for name in mesh.axis_names}
+    sent = {name: [Fraction(0)] * mesh.devices.size for name in mesh.axis_names}
     for source, axes, num_bytes in _crossings("wire_bytes", program, mesh, unknown_trips):
         for axis in axes:
             sent[axis][source] += num_bytes
-    return {name: int(per_device.max()) for name, per_device in sent.items()}
+    return {name: int(max(per_device)) for name, per_device in sent.items()}
 
 
 def crossing_bytes(
@@ -123,12 +127,12 @@ def crossing_bytes(
     if axis not in mesh.axis_names:
         raise ValueError(f"crossing_bytes: the mesh has no axis {axis!r}, only {mesh.axis_names}")
     found = _crossings("crossing_bytes", program, mesh, unknown_trips)
-    return sum(num_bytes for _, axes, num_bytes in found if axis in axes)
+    return int(sum(num_bytes for _, axes, num_bytes in found if axis in axes))
 
 
 def _crossings(
     call: str, program: Any, mesh: jax.sharding.Mesh, unknown_trips: int | None
-) -> Iterator[tuple[int, tuple[str, ...], int]]:
+) -> Iterator[tuple[int, tuple[str, ...], int | Fraction]]:
     places = np.array(np.unravel_index(np.arange(mesh.devices.size), mesh.devices.shape))
     for collective in collectives(program):
         times = collective.executions if collective.executions is not None else unknown_trips
