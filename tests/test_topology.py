@@ -223,6 +223,17 @@ def test_check_shows_both():
     assert "data=8" in str(caught.value)
 
 
+def test_check_wants_the_axes_in_the_order_of_the_mesh():
+    # The same names and sizes, but here the hosts are the inner axis: other links.
+    topology = Topology.parse("2*cpu:4@1Gbit", axes={"device": 4, "host": 2})
+    mesh = {"host": 2, "device": 4}
+    assert topology.axes != Topology.parse("2*cpu:4@1Gbit", axes=mesh).axes[::-1]
+    with pytest.raises(ValueError, match="in another order") as caught:
+        topology.check("optimize", mesh)
+    assert "(device=4, host=2, 8 devices)" in str(caught.value)
+    assert "(host=2, device=4, 8 devices)" in str(caught.value)
+
+
 ALL = ["2*cpu:4@200Mbit", "2*cpu:2@1Gbit,2Gbit", "v5p:4x4x4", "2*v5e:16x16", "4*h100:8", "gb200:72"]
 
 
