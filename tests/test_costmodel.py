@@ -297,6 +297,104 @@ def test_native_groups_list_each_operand():
     assert wire_bytes(wanted, stages) == (("i", 2 * (2 * 3 * 32 // 4) + 2 * 3 * 4 // 4),)
 
 
+# Over two slices of four: an all-reduce is cut so that only the shares go between slices.
+# collective, dtype, shape, operations (bytes as parts of the operand N), bytes over a and b
+SLICED = [
+    (
+        "all_reduce",
+        "float32",
+        [("reduce-scatter", "b", 1), ("all-reduce", "a", 1 / 4), ("all-gather", "b", 1 / 4)],
+        (1 / 4, 3 / 4 + 3 / 4),
+    ),
+    (
+        "all_reduce",
+        "int32",
+        [("all-reduce", "b", 1), ("all-reduce", "a", 1 / 4), ("all-gather", "b", 1 / 4)],
+        (1 / 4, 6 / 4 + 3 / 4),
+    ),
+    (
+        "reduce_scatter",
+        "float32",
+        [("all-reduce", "b", 1), ("reduce-scatter", "a", 1 / 4)],
+        (1 / 8, 6 / 4),
+    ),
+    ("all_gather", "float32", [("all-gather", "a", 1), ("all-gather", "b", 2)], (1, 3 * 2)),
+    ("all_to_all", "float32", [("all-to-all", "ab", 1)], (4 / 8, 6 / 8)),
+]
+
+
+@pytest.mark.parametrize(("collective", "dtype", "expected", "sent"), SLICED)
+def test_native_collectives_over_several_tpu_slices(monkeypatch, collective, dtype, expected, sent):
+    topology = Topology.parse("2*v5e:2x2", axes={"a": 2, "b": 4})
+    wanted = Request(
+        collective, "sum", ("a", "b"), (2, 4), dtype, 4, ((1024, 128),), platform="tpu"
+    )
+    num_bytes = 4 * 1024 * 128
+    made = plan(wanted, topology, Policy(algorithm="native"))
+    assert made.operations == tuple(
+        Operation(kind, tuple(axes), int(part * num_bytes), 1) for kind, axes, part in expected
+    )
+    assert made.wire_bytes == (("a", sent[0] * num_bytes), ("b", sent[1] * num_bytes))
+    # Where the slices are not known, it is one ring over all.
+    (flat,) = operations(wanted, made.stages)
+    assert flat.axes == ("a", "b") and flat.operand_bytes == num_bytes
+    # Beyond 64 ranks, by formula.
+    monkeypatch.setattr("xcoll.accounting.EXACT_MAX_RANKS", 1)
+    assert wire_bytes(wanted, made.stages, topology) == made.wire_bytes
+
+
+def test_slices_inside_an_axis_or_numbered_fastest():
+    wanted = Request(
+        "reduce_scatter", "sum", ("a",), (8,), "float32", 4, ((1024, 128),), platform="tpu"
+    )
+    num_bytes = 4 * 1024 * 128
+    native = Policy(algorithm="native")
+    one = plan(wanted, Topology.parse("2*v5e:2x2", axes={"a": 8}), native)
+    assert one.wire_bytes == (("a", num_bytes * 6 // 4 + num_bytes // 8),)
+    # Then the shares inside a slice lie together, and are scattered there.
+    swapped = replace(wanted, axes=("b", "a"), axis_sizes=(4, 2))
+    made = plan(swapped, Topology.parse("2*v5e:2x2", axes={"a": 2, "b": 4}), native)
+    assert [(o.kind, o.axes) for o in made.operations] == [
+        ("reduce-scatter", ("b",)),
+        ("reduce-scatter", ("a",)),
+    ]
+    assert made.wire_bytes == (("b", num_bytes * 3 // 4), ("a", num_bytes // 8))
+    # Four slices over both axes: the exchange goes over both.
+    four = plan(
+        replace(wanted, axes=("a", "b"), axis_sizes=(2, 8), collective="all_reduce"),
+        Topology.parse("4*v5e:2x2", axes={"a": 2, "b": 8}),
+        native,
+    )
+    assert [o.axes for o in four.operations] == [("b",), ("a", "b"), ("b",)]
+    # Each sends 2 * 3/4 of a quarter to the next slice, which differs in b at every step.
+    assert four.wire_bytes == (
+        ("a", num_bytes * 3 // 8),
+        ("b", num_bytes * 6 // 4 + num_bytes * 3 // 8),
+    )
+
+
+def test_small_all_reduces_over_slices_are_not_cut():
+    topology = Topology.parse("2*v5e:2x2", axes={"a": 2, "b": 4})
+    wanted = Request(
+        "all_reduce", "sum", ("a", "b"), (2, 4), "float32", 4, ((1024,),), platform="tpu"
+    )
+    made = plan(wanted, topology, Policy(algorithm="native"))
+    assert made.wire_bytes == (("a", 4096), ("b", 6 * 4096 // 4))
+
+
+def test_what_accelerators_carry_otherwise():
+    wanted = Request("all_reduce", "sum", ("i",), (4,), "int16", 2, ((64,),), platform="gpu")
+    stages = (Stage("all_reduce", Span(("i",), 4), NATIVE),)
+    assert operations(wanted, stages) == (Operation("all-reduce", ("i",), 256, 1),)
+    # A TPU sends the two parts of complex numbers each by itself, and combines all-reduces.
+    wanted = Request("all_gather", "none", ("i",), (4,), "complex64", 8, ((64,),), platform="tpu")
+    stages = (Stage("all_gather", Span(("i",), 4), NATIVE),)
+    assert operations(wanted, stages) == (Operation("all-gather", ("i",), 256, 2),)
+    stages = (Stage("all_reduce", Span(("i",), 4), NATIVE),)
+    wanted = replace(wanted, collective="all_reduce", op="sum")
+    assert operations(wanted, stages) == (Operation("all-reduce", ("i",), 512, 1),)
+
+
 @pytest.mark.parametrize("size", [60, 64])
 @pytest.mark.parametrize("name", ["ring", "bidirectional_ring", "recursive_doubling", "tree"])
 def test_beyond_64_ranks_bytes_are_bounds_on_what_is_counted_below(monkeypatch, name, size):

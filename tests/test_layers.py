@@ -14,11 +14,13 @@ LAYERS = (
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
+        "libtpu",
         "loads",
         "natives",
         "runs",
         "costmodel",
         "emitted",
+        "pieces",
         "accounting",
         "simulate",
         "aot",

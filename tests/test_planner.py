@@ -303,9 +303,98 @@ def test_reduce_scatters_that_xla_tpu_would_undo_are_not_chosen():
         "hierarchical(native, native)" in barred
     )
     eight = plan(replace(wanted, dtype="int8", itemsize=1, shapes=((MIB,),)), topology, FREE)
-    assert any("8-bit" in c.reason for c in eight.candidates)
+    assert any("reduce-scatter of int8" in c.reason for c in eight.candidates)
+    # What stands in for it at that level, with the same bytes, may be chosen in its place.
+    reasons = {c.name: c.reason for c in eight.candidates}
+    (stand_in,) = [n for n in reasons if n.startswith("hierarchical(direct, native)")]
+    assert "XLA:TPU" not in reasons[stand_in]
     large = plan(request(16 * MIB, ("slice", "chip"), (2, 16)), topology, FREE)
     assert not any("XLA:TPU" in c.reason for c in large.candidates)
+
+
+CHIPS = Topology.parse("v5e:4x4", axes={"a": 4, "b": 4})
+SLICES = Topology.parse("2*v5e:2x2", axes={"a": 2, "b": 4})
+LARGE = 3 * 2**17  # whole tiles, however it is cut by four and by two
+
+
+def on_tpu(dtype="float32", num_elements=LARGE, collective="all_reduce", op="sum", sizes=(4, 4)):
+    itemsize = {"float32": 4, "int32": 4, "complex64": 8, "bfloat16": 2, "float16": 2}.get(dtype, 1)
+    wanted = request(num_elements, ("a", "b"), sizes, collective, op, dtype, itemsize)
+    return replace(wanted, platform="tpu")
+
+
+def choices_of(wanted, topology, algorithm="hierarchical"):
+    made = plan(wanted, topology, Policy(algorithm=algorithm), strict=True)
+    return [str(stage.choice) for stage in made.stages]
+
+
+@pytest.mark.parametrize("topology", [CHIPS, None])
+@pytest.mark.parametrize(
+    ("dtype", "inner"),
+    [
+        ("float32", "native"),
+        ("bfloat16", "native"),
+        ("float16", "direct"),
+        ("int32", "direct"),
+        ("int8", "direct"),
+        ("uint8", "direct"),
+        ("float8_e4m3fn", "direct"),
+        ("bool", "direct"),
+        ("complex64", "direct"),
+    ],
+)
+def test_levels_left_out_are_native_where_a_tpu_keeps_the_reduce_scatter(dtype, inner, topology):
+    assert choices_of(on_tpu(dtype), topology) == [inner, "native", inner]
+    scatter = on_tpu(dtype, collective="reduce_scatter")
+    assert choices_of(scatter, topology) == [inner, inner]
+    # What the user names stays; what moves only, and other platforms, are never undone.
+    named = hierarchical("ring")
+    assert choices_of(scatter, topology, named) == ["ring", inner]
+    for moves in ("all_gather", "all_to_all"):
+        assert choices_of(on_tpu(dtype, collective=moves, op="none"), topology) == ["native"] * 2
+    if topology is None:
+        elsewhere = replace(on_tpu(dtype), platform="gpu")
+        assert choices_of(elsewhere, None) == ["native"] * 3
+
+
+@pytest.mark.parametrize(
+    ("share", "inner"),
+    [(1024, "direct"), (2048, "direct"), (4096, "native"), (5200, "direct"), (8192, "native")],
+)
+def test_levels_left_out_and_small_shares(share, inner):
+    assert choices_of(on_tpu(num_elements=4 * share), CHIPS) == [inner, "native", inner]
+
+
+def test_levels_left_out_between_slices():
+    # Between slices any reduce-scatter stays one: a send and a recv. Inside, the share is int8's.
+    wanted = on_tpu("int8", collective="reduce_scatter", sizes=(2, 4))
+    assert choices_of(wanted, SLICES) == ["direct", "native"]
+    assert choices_of(replace(wanted, dtype="complex64", itemsize=8), SLICES) == ["direct"] * 2
+    assert choices_of(on_tpu(op="max"), CHIPS) == ["ring", "native", "ring"]
+
+
+def test_levels_that_are_named_native_stay_native_on_a_tpu():
+    both = hierarchical("native", "native")
+    assert choices_of(on_tpu("int8"), CHIPS, both) == ["native"] * 3
+    made = plan(on_tpu("int8"), CHIPS, Policy(algorithm=both))
+    assert "although XLA:TPU turns a reduce-scatter of int8 into an all-reduce" in made.reason
+    # Except what cannot compile.
+    kept = plan(on_tpu("complex64"), CHIPS, Policy(algorithm=both))
+    assert kept.is_native
+    assert kept.reason == "kept native: XLA:TPU has no reduce-scatter of complex64"
+    with pytest.raises(ValueError, match="no reduce-scatter of complex64"):
+        plan(on_tpu("complex64"), CHIPS, Policy(algorithm=both), strict=True)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_nothing_chosen_freely_scatters_complex_numbers_by_xla_on_a_tpu(collective):
+    topology = Topology.parse("2*v5e:2x2@1Mbit", axes={"a": 2, "b": 4})
+    made = plan(on_tpu("complex64", collective=collective, sizes=(2, 4)), topology, FREE)
+    names = [c.name for c in made.candidates]
+    assert "hierarchical(direct, ring)" in names
+    assert not any(name.startswith("hierarchical(native") for name in names)
+    usual = plan(on_tpu(collective=collective, sizes=(2, 4)), topology, FREE)
+    assert any(c.name.startswith("hierarchical(native") for c in usual.candidates)
 
 
 def test_programs_that_would_not_compile_in_time_are_not_chosen():

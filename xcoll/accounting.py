@@ -8,14 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from xcoll.costmodel import (
-    REDUCTIONS,
-    Operand,
-    carried_itemsize,
-    native_as,
-    operands,
-    stage_form,
-)
+from xcoll.costmodel import Operand, operands, stage_form
 from xcoll.emitted import (
     EXACT_MAX_RANKS,
     MAX_PERMUTES,
@@ -24,49 +17,64 @@ from xcoll.emitted import (
     emitted_by,
     permutes_in_program,
 )
+from xcoll.libtpu import Part, operands_of
+from xcoll.pieces import HLO_KIND, inside, plain
 from xcoll.plan import Operation, Request, Span, Stage
-
-HLO_KIND = {
-    "all_reduce": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_to_all": "all-to-all",
-    "permute": "collective-permute",
-    "broadcast": "collective-broadcast",
-}
-"""What the schedules' collectives are called in compiled programs."""
+from xcoll.topology import Digit, Topology
 
 
-def operations(request: Request, stages: Sequence[Stage]) -> tuple[Operation, ...]:
-    """Returns the operations that a plan puts into the program, alike ones counted together."""
+def operations(
+    request: Request, stages: Sequence[Stage], topology: Topology | None = None
+) -> tuple[Operation, ...]:
+    """Returns the operations that a plan puts into the program, alike ones counted together.
+
+    Args:
+      request: what is done.
+      stages: the plan's stages.
+      topology: shows what libtpu cuts into several operations (`xcoll.libtpu.parts`); those between
+        slices, a send and a recv in the program, are named by the collective that they carry out.
+
+    Permutes are listed as the plan writes them: XLA:GPU may combine some, and a TPU sends the pairs
+    that go between slices apart from those inside.
+    """
     counts: dict[tuple[str, tuple[str, ...], int], int] = {}
-    for kind, axes, num_bytes, count in _operations(request, stages):
-        counts[kind, axes, num_bytes] = counts.get((kind, axes, num_bytes), 0) + count
+    for part, axes, count in _operations(request, stages, topology):
+        pieces = operands_of(part, request.dtype) if request.platform == "tpu" else 1
+        key = (part.kind, axes, part.num_bytes // pieces)
+        counts[key] = counts.get(key, 0) + count * pieces
     return tuple(Operation(*key, count) for key, count in counts.items())
 
 
-def wire_bytes(request: Request, stages: Sequence[Stage]) -> tuple[tuple[str, int], ...]:
+def wire_bytes(
+    request: Request, stages: Sequence[Stage], topology: Topology | None = None
+) -> tuple[tuple[str, int], ...]:
     """Returns the bytes that the busiest rank sends over each axis.
 
     Bytes that go to a rank which differs in several axes count on each of them. Inside XLA's own
     collectives each group is taken as one ring in rank order (in an all-to-all each rank sends a
-    share to each other), which is how `xcoll.hlo` counts compiled programs.
+    share to each other), which is how `xcoll.hlo` counts compiled programs. On a TPU, where the
+    topology is known, so is each of the operations that libtpu makes of one.
 
     For more than `EXACT_MAX_RANKS` ranks or `MAX_PERMUTES` permutes, bytes of permutes are an upper
     bound.
+
+    Args:
+      request: what is done.
+      stages: the plan's stages.
+      topology: as for `operations`.
     """
     if request.num_ranks == 1:
         return tuple((axis, 0) for axis in request.axes)
     if not _is_counted(request, stages):
         totals = dict.fromkeys(request.axes, 0)
-        for span, kind, num_bytes, count, distance in _bounds(request, stages):
+        for span, part, count, distance in _bounds(request, stages, topology):
             for axis in span.axes:
-                totals[axis] += _bound(request, span, axis, kind, num_bytes, distance) * count
+                totals[axis] += _bound(request, span, axis, part, distance) * count
         return tuple(totals.items())
     sent = np.zeros((len(request.axes), request.num_ranks), np.int64)
     if _is_native(stages):
-        for kind, _, num_bytes, count in _operations(request, stages):
-            sent += count * _native_traffic(request, stages[0].span, kind, num_bytes)
+        for part in plain(request, stages[0].span, topology):
+            sent += _native_traffic(request, stages[0].span, part)
     else:
         for stage, operand in _cut(request, stages):
             if stage.span.num_ranks == 1:
@@ -75,8 +83,8 @@ def wire_bytes(request: Request, stages: Sequence[Stage]) -> tuple[tuple[str, in
             assert emitted.moved is not None
             sent += _traffic(request, stage.span, emitted.moved * slot * request.itemsize)
             for collective, slots in emitted.natives:
-                num_bytes = slots * slot * _itemsize_in(request, collective)
-                sent += _native_traffic(request, stage.span, HLO_KIND[collective], num_bytes)
+                for part in inside(request, stage.span, collective, slots, slot, topology):
+                    sent += _native_traffic(request, stage.span, part)
     return tuple((axis, int(sent[i].max())) for i, axis in enumerate(request.axes))
 
 
@@ -93,37 +101,32 @@ def _cut(request: Request, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Ope
 
 
 def _operations(
-    request: Request, stages: Sequence[Stage]
-) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
-    """Yields kind, axes, bytes of the operand and executions."""
+    request: Request, stages: Sequence[Stage], topology: Topology | None
+) -> Iterator[tuple[Part, tuple[str, ...], int]]:
+    """Yields operations, their axes and executions."""
     if request.num_ranks == 1:
         return
     if _is_native(stages):
-        kind = HLO_KIND[native_as(request.collective, request.platform)]
-        itemsize = carried_itemsize(request.dtype, request.itemsize, request.platform)
-        if request.collective in ("broadcast", "gather", "scatter"):
-            itemsize = request.itemsize  # moved as bit patterns
-        for shape in request.shapes:
-            if num_bytes := math.prod(shape) * itemsize:
-                yield kind, request.axes, num_bytes, 1
+        span = stages[0].span
+        for part in plain(request, span, topology):
+            yield part, _axes(span, part), 1
         return
     for stage, operand in _cut(request, stages):
         if stage.span.num_ranks > 1:
             emitted, slot = emitted_by(stage, request.root), operand.slot_elements
-            axes = stage.span.axes
             for slots, pairs, count in emitted.permutes:
                 moved = _moved_axes(request, stage.span, pairs)
-                yield HLO_KIND["permute"], moved, slots * slot * request.itemsize, count
+                yield Part(HLO_KIND["permute"], slots * slot * request.itemsize), moved, count
             for collective, slots in emitted.natives:
-                num_bytes = slots * slot * _itemsize_in(request, collective)
-                yield HLO_KIND[collective], axes, num_bytes, 1
+                for part in inside(request, stage.span, collective, slots, slot, topology):
+                    yield part, _axes(stage.span, part), 1
 
 
-def _itemsize_in(request: Request, collective: str) -> int:
-    """Bytes of an element in a collective inside a plan."""
-    if collective not in REDUCTIONS:
-        return request.itemsize
-    return carried_itemsize(request.dtype, request.itemsize, request.platform)
+def _axes(span: Span, part: Part) -> tuple[str, ...]:
+    """Returns the axes of a span that a part acts over."""
+    if not part.digits:
+        return span.axes
+    return tuple(axis for axis in span.axes if any(d.axis == axis for d in part.digits))
 
 
 def _moved_axes(request: Request, span: Span, pairs: Pairs) -> tuple[str, ...]:
@@ -145,15 +148,33 @@ def _traffic(request: Request, span: Span, matrix: Ints) -> Ints:
     return sent
 
 
-def _native_traffic(request: Request, span: Span, kind: str, num_bytes: int) -> Ints:
+def _native_traffic(request: Request, span: Span, part: Part) -> Ints:
     n = span.num_ranks
     matrix = np.zeros((n, n), np.int64)
-    if kind == "all-to-all":
-        matrix += num_bytes // n
-    else:
-        ring = np.arange(n - 1 if kind == "collective-broadcast" else n)
-        matrix[ring, (ring + 1) % n] = _ring_bytes(kind, num_bytes, n)
+    for group in _groups(n, part.digits):
+        size = len(group)
+        if part.kind == "all-to-all":
+            matrix[np.ix_(group, group)] += part.num_bytes // size
+        else:
+            ring = size - 1 if part.kind == "collective-broadcast" else size
+            each = _ring_bytes(part.kind, part.num_bytes, size)
+            matrix[group[:ring], np.roll(group, -1)[:ring]] += each
     return _traffic(request, span, matrix)
+
+
+def _groups(num_ranks: int, digits: tuple[Digit, ...]) -> Ints:
+    """Returns the places of a span that differ in some digits only, one row a group."""
+    places = np.arange(num_ranks)
+    if not digits:
+        return places[None]
+    others = places.copy()
+    for digit in digits:
+        others -= places // digit.stride % digit.level.size * digit.stride
+    return np.argsort(others, kind="stable").reshape(-1, _size(digits))
+
+
+def _size(digits: Sequence[Digit]) -> int:
+    return math.prod(digit.level.size for digit in digits)
 
 
 def _ring_bytes(kind: str, num_bytes: int, num_ranks: int) -> int:
@@ -188,35 +209,36 @@ def _members(
     return members, places[:, :, None] != places[:, None, :]
 
 
-def _bounds(request: Request, stages: Sequence[Stage]) -> Iterator[tuple[Span, str, int, int, int]]:
-    """Yields span, kind, bytes, executions and distance of everything a large plan emits."""
+def _bounds(
+    request: Request, stages: Sequence[Stage], topology: Topology | None
+) -> Iterator[tuple[Span, Part, int, int]]:
+    """Yields span, operation, executions and distance of everything a large plan emits."""
     if _is_native(stages):
-        for kind, _, num_bytes, count in _operations(request, stages):
-            yield stages[0].span, kind, num_bytes, count, 1
+        for part in plain(request, stages[0].span, topology):
+            yield stages[0].span, part, 1, 1
         return
     for stage, operand in _cut(request, stages):
+        slot = operand.slot_elements
         for phase in stage_form(stage).phases:
-            if phase.kind != "fold":
-                kind = HLO_KIND[phase.kind]
-                count = phase.steps * phase.lanes
-                itemsize = _itemsize_in(request, phase.kind)
-                num_bytes = phase.slots * operand.slot_elements * itemsize
-                yield stage.span, kind, num_bytes, count, phase.distance
+            if phase.kind == "permute":
+                part = Part(HLO_KIND[phase.kind], phase.slots * slot * request.itemsize)
+                yield stage.span, part, phase.steps * phase.lanes, phase.distance
+            elif phase.kind != "fold":
+                for part in inside(request, stage.span, phase.kind, phase.slots, slot, topology):
+                    yield stage.span, part, phase.steps * phase.lanes, phase.distance
 
 
-def _bound(
-    request: Request, span: Span, axis: str, kind: str, num_bytes: int, distance: int
-) -> int:
+def _bound(request: Request, span: Span, axis: str, part: Part, distance: int) -> int:
     size = request.axis_sizes[request.axes.index(axis)]
-    n = span.num_ranks
-    if size == 1 or n == 1:
+    n = _size(part.digits) if part.digits else span.num_ranks
+    if size == 1 or n == 1 or axis not in _axes(span, part):
         return 0
-    if kind == "all-to-all":
-        return num_bytes // n * (n - n // min(size, n))
-    if kind == "collective-permute":
+    if part.kind == "all-to-all":
+        return part.num_bytes // n * (n - n // min(size, n))
+    if part.kind == "collective-permute":
         inner = span.axes[span.axes.index(axis) + 1 :]
         after = math.prod(request.axis_sizes[request.axes.index(a)] for a in inner)
         # A whole number of turns of this axis does not move along it.
         if distance % max(1, after * size // span.stride) == 0:
             return 0
-    return _ring_bytes(kind, num_bytes, n)
+    return _ring_bytes(part.kind, part.num_bytes, n)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 from xcoll.algorithms import ALGORITHMS, part_of
-from xcoll.costmodel import operands
+from xcoll.costmodel import Operand, operands
 from xcoll.emitted import MAX_PERMUTES, permutes_in_program
+from xcoll.libtpu import cannot, undone
+from xcoll.loads import span_digits
 from xcoll.plan import Request, Span, Stage
 from xcoll.policy import Choice
 from xcoll.topology import Digit, Topology
 
 NATIVE = Choice("native")
+DIRECT = Choice("direct")
 
 Price = Callable[[Sequence[Stage]], int]
 
@@ -28,7 +31,6 @@ GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
 
 _SEGMENTS = (2, 4, 8)
-_TWO_TILES = 2048
 
 
 def whole_span(request: Request) -> Span:
@@ -36,20 +38,28 @@ def whole_span(request: Request) -> Span:
     return Span(request.axes, request.num_ranks, 1)
 
 
-def does(choice: Choice, collective: str, op: str) -> str | None:
-    """Returns None if ``choice`` can carry out a stage, else the sentence why not."""
+def on_tpu(request: Request, topology: Topology) -> bool:
+    """Whether a plan is for a TPU."""
+    return "tpu" in (request.platform, topology.platform)
+
+
+def does(choice: Choice, collective: str, request: Request, topology: Topology) -> str | None:
+    """Returns None if ``choice`` can carry out a stage of a plan, else the sentence why not."""
+    op = request.op
     algorithm = ALGORITHMS[choice.name]
     if collective not in algorithm.collectives:
         return f"{choice.name} has no {collective}; it does {', '.join(algorithm.collectives)}"
     ops = _NATIVE_OPS.get(collective, (op,))
     if choice.name == "native" and op not in ops:
         return f"XLA's {collective} combines by {', '.join(ops)} only, not by {op}"
+    if choice.name == "native" and on_tpu(request, topology):
+        return cannot(collective, request.dtype)
     return None
 
 
-def choices(collective: str, op: str) -> list[Choice]:
+def choices(collective: str, request: Request, topology: Topology) -> list[Choice]:
     """Returns the algorithms to try for one stage, native first."""
-    found = [NATIVE] if does(NATIVE, collective, op) is None else []
+    found = [NATIVE] if does(NATIVE, collective, request, topology) is None else []
     for name, algorithm in ALGORITHMS.items():
         if name in ("native", "hierarchical") or algorithm.needs_dims:
             continue
@@ -164,11 +174,21 @@ def hierarchies(
         spans = [span_of(request, run) for run in fastest_first(runs)]
         where = " over " + ", ".join(str(s.num_ranks) for s in spans) if len(cut) > 1 else ""
         options = [
-            level_choices(request, position == len(spans) - 1) for position in range(len(spans))
+            level_choices(request, topology, position == len(spans) - 1)
+            for position in range(len(spans))
         ]
-        if compose(request.collective, spans, [NATIVE] * len(spans)) is None or not all(options):
+        stages = compose(request.collective, spans, [NATIVE] * len(spans))
+        if stages is None or not all(options):
             continue
-        levels = [tried[0] for tried in options]
+        # XLA's own is offered where it would be undone, to be shown with the reason, but not taken.
+        undone_at = undone_stages(request, topology, stages)
+        usable = [
+            [c for c in tried if c != NATIVE or position not in undone_at]
+            for position, tried in enumerate(options)
+        ]
+        levels = [
+            DIRECT if tried[0] != NATIVE and DIRECT in tried else tried[0] for tried in usable
+        ]
         tried_out: dict[tuple[Choice, ...], tuple[Stage, ...]] = {}
         # One round finds the best: a level's cost does not depend on the others' algorithms but
         # for padding.
@@ -178,7 +198,8 @@ def hierarchies(
                 trial = (*levels[:position], choice, *levels[position + 1 :])
                 stages = compose(request.collective, spans, trial)
                 assert stages is not None
-                ranked.append((price(stages), len(ranked), choice))
+                if choice in usable[position]:
+                    ranked.append((price(stages), len(ranked), choice))
                 tried_out[trial] = stages
             levels[position] = _worth_it(ranked)
         keep = tried_out if len(runs) == 2 else (next(iter(tried_out)), tuple(levels))
@@ -193,23 +214,23 @@ def _worth_it(ranked: Sequence[tuple[int, int, Choice]]) -> Choice:
     return fastest[2] if enough or first[2] != NATIVE else first[2]
 
 
-def level_choices(request: Request, is_outermost: bool) -> list[Choice]:
+def level_choices(request: Request, topology: Topology, is_outermost: bool) -> list[Choice]:
     """Returns the algorithms to try at one level of a hierarchy."""
     if request.collective != "all_reduce":
-        return choices(request.collective, request.op)
+        return choices(request.collective, request, topology)
     if is_outermost:
-        return choices("all_reduce", request.op)
+        return choices("all_reduce", request, topology)
     return [
         choice
-        for choice in choices("reduce_scatter", request.op)
-        if does(part_of(choice, "all_gather"), "all_gather", request.op) is None
+        for choice in choices("reduce_scatter", request, topology)
+        if does(part_of(choice, "all_gather"), "all_gather", request, topology) is None
     ]
 
 
 def whole(request: Request, topology: Topology) -> Iterator[tuple[str, tuple[Stage, ...]]]:
     """Yields names and stages of one algorithm over all ranks."""
     span = whole_span(request)
-    for choice in choices(request.collective, request.op):
+    for choice in choices(request.collective, request, topology):
         if choice != NATIVE:
             yield str(choice), (Stage(request.collective, span, choice),)
     digits = topology.digits(request.axes)
@@ -238,17 +259,24 @@ def barred(request: Request, topology: Topology, stages: Sequence[Stage]) -> str
     permutes = permutes_in_program(stages)
     if permutes > MAX_PERMUTES:
         return f"its {permutes} permutes would take too long to compile (at most {MAX_PERMUTES})"
-    if topology.platform != "tpu":
-        return None
-    for stage, operand in zip(
-        stages, operands(request.collective, stages, request.num_elements), strict=True
-    ):
+    return next(iter(undone_stages(request, topology, stages).values()), None)
+
+
+def undone_stages(request: Request, topology: Topology, stages: Sequence[Stage]) -> dict[int, str]:
+    """Returns the stages that XLA:TPU would turn from a reduce-scatter into an all-reduce.
+
+    Returns:
+      Why, by position in ``stages``; nothing where the plan is not for a TPU.
+    """
+    if not on_tpu(request, topology):
+        return {}
+    found: dict[int, str] = {}
+    cut: list[Operand] = []
+    for position, stage in enumerate(stages):
         if stage.collective == "reduce_scatter" and stage.choice == NATIVE:
-            if request.itemsize == 1:
-                return "XLA:TPU turns a reduce-scatter of 8-bit values into an all-reduce"
-            if operand.slot_elements < _TWO_TILES or operand.slot_elements % 1024:
-                return (
-                    f"XLA:TPU turns a reduce-scatter to {operand.slot_elements} elements, no whole"
-                    " (8, 128) tiles or under two, into an all-reduce"
-                )
-    return None
+            cut = cut or operands(request.collective, stages, request.num_elements)
+            digits = span_digits(topology, stage.span)
+            reason = undone(request.dtype, digits, cut[position].slot_elements)
+            if reason is not None:
+                found[position] = reason
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xcoll.algorithms import ALGORITHMS
 from xcoll.candidates import (
+    DIRECT,
     NATIVE,
     Run,
     axis_spans,
@@ -11,6 +12,7 @@ from xcoll.candidates import (
     does,
     fastest_first,
     span_of,
+    undone_stages,
     whole_span,
 )
 from xcoll.plan import Request, Span, Stage
@@ -25,8 +27,9 @@ def forced_stages(request: Request, topology: Topology, choice: Choice) -> tuple
       request: what is to be done.
       topology: known or not; the levels of a hierarchy are its kinds of links. Where it is unknown,
         or has one kind only, they are the mesh axes, the last one innermost.
-      choice: a checked choice. Levels that it leaves out are native, or a ring where XLA's
-        reduce-scatter cannot combine by the request's op.
+      choice: a checked choice. Levels that it leaves out are native; a ring where XLA's
+        reduce-scatter cannot combine by the request's op; ``direct``, which sends the same bytes,
+        where a TPU cannot compile it or turns it into an all-reduce.
 
     Returns:
       The stages; or the reason why there are none, as text.
@@ -35,7 +38,7 @@ def forced_stages(request: Request, topology: Topology, choice: Choice) -> tuple
     if choice.name == "hierarchical" and not is_pipelined:
         return _hierarchy(request, topology, choice)
     if request.collective not in ALGORITHMS[choice.name].collectives:
-        return does(choice, request.collective, request.op) or ""
+        return does(choice, request.collective, request, topology) or ""
     dims: tuple[int, ...] = ()
     if ALGORITHMS[choice.name].needs_dims:
         if choice.name == "torus" and topology.is_known:
@@ -78,25 +81,35 @@ def _hierarchy(request: Request, topology: Topology, choice: Choice) -> tuple[St
     if len(spans) < 2:
         # The other axes have size one: what is left is the outermost level's part.
         top = choice.levels[-1] if choice.levels else NATIVE
-        reason = does(top, request.collective, request.op)
+        reason = does(top, request.collective, request, topology)
         return reason or (Stage(request.collective, whole_span(request), top),)
     if len(choice.levels) > len(spans):
         return f"{choice} has {len(choice.levels)} levels, and there are {len(spans)}"
-    can = does(NATIVE, "reduce_scatter", request.op) is None
-    scatters = request.collective in ("all_reduce", "reduce_scatter")
-    missing = range(len(choice.levels), len(spans))
-    filled = [
-        NATIVE
-        if can or not scatters or (request.collective == "all_reduce" and i == len(spans) - 1)
-        else Choice("ring")
-        for i in missing
-    ]
-    stages = compose(request.collective, spans, [*choice.levels, *filled])
+    stages = compose(request.collective, spans, _filled(request, topology, choice, spans))
     if stages is None:
         names = "all_reduce, reduce_scatter, all_gather, all_to_all"
         return f"hierarchical has no {request.collective}; it does {names}"
     for stage in stages:
-        reason = does(stage.choice, stage.collective, request.op)
+        reason = does(stage.choice, stage.collective, request, topology)
         if reason is not None:
             return reason
     return stages
+
+
+def _filled(
+    request: Request, topology: Topology, choice: Choice, spans: tuple[Span, ...]
+) -> list[Choice]:
+    """Returns the levels of a choice, with those that it leaves out."""
+    named = len(choice.levels)
+    levels = [*choice.levels, *[NATIVE] * (len(spans) - named)]
+    scattering = len(spans) - 1 if request.collective == "all_reduce" else len(spans)
+    if request.collective not in ("all_reduce", "reduce_scatter") or named >= scattering:
+        return levels
+    if does(NATIVE, "reduce_scatter", request, topology) is not None:
+        stand_in = DIRECT if request.op == "sum" else Choice("ring")
+        return [stand_in if named <= i < scattering else c for i, c in enumerate(levels)]
+    # A stage of `direct` cuts its operand as XLA's own would be cut: the later ones stay the same.
+    stages = compose(request.collective, spans, levels)
+    assert stages is not None
+    undone_at = undone_stages(request, topology, stages)
+    return [DIRECT if i in undone_at and i >= named else c for i, c in enumerate(levels)]

@@ -190,7 +190,7 @@ class _Maker:
         options = (
             [forced] if forced is not None else [Choice("direct", (("shots", s),)) for s in (2, 1)]
         )
-        if does(options[0], request.collective, request.op) is not None:
+        if does(options[0], request.collective, request, self.topology) is not None:
             raise ValueError(
                 f"{call}: no algorithm does a {request.collective} in rank order; direct does"
                 f" {', '.join(ALGORITHMS['direct'].collectives)}"
@@ -238,8 +238,8 @@ class _Maker:
             name=option.name,
             predicted_time_ps=option.time_ps,
             native_time_ps=self.native_option.time_ps,
-            wire_bytes=wire_bytes(request, option.stages),
-            operations=operations(request, option.stages),
+            wire_bytes=wire_bytes(request, option.stages, topology),
+            operations=operations(request, option.stages, topology),
             error_bound=error_bound(request, option.stages),
             candidates=tuple(self._beaten(o, option) for o in others if o is not option),
             reason=reason,
@@ -262,7 +262,7 @@ class _Maker:
         return Candidate(
             other.name,
             other.time_ps,
-            wire_bytes(self.request, other.stages),
+            wire_bytes(self.request, other.stages, self.topology),
             reason or "not priced: the topology is unknown",
         )
 
