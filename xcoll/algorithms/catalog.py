@@ -115,13 +115,13 @@ _TABLE = (
             "scatter": trees.tree_scatter,
         },
         form=trees.tree_form,
-        options={"radix": Option(2, 2)},
+        options={"radix": Option(2, 2, 1024)},
     ),
     Algorithm(
         name="double_tree",
         builders={"all_reduce": twin_trees.double_tree_all_reduce},
         form=twin_trees.double_tree_form,
-        options={"num_chunks": Option(8, 1)},
+        options={"num_chunks": Option(8, 1, 1024)},
     ),
     Algorithm(
         name="bruck",
@@ -161,7 +161,7 @@ _TABLE = (
         name="hierarchical",
         builders={"all_reduce": pipelines.pipelined_all_reduce},
         form=pipelines.pipelined_form,
-        options={"num_segments": Option(1, 1)},
+        options={"num_segments": Option(1, 1, 1024)},
         needs_dims=True,
     ),
 )
