@@ -28,7 +28,7 @@ LAYERS = (
     ("roundoff", "candidates", "forced", "planner"),
     ("indexing", "lower", "payload", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
-    ("sites", "hints", "grouping", "rewrite", "primitives", "report"),
+    ("traffic", "sites", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),
     ("graphs", "transform", "hlo"),
     ("cli", "__init__"),

@@ -256,3 +256,32 @@ def test_bad_permutations_and_policies():
         shard(lambda x: xcoll.pbroadcast(x, AXES, x[0, 0]))(operand())
     with pytest.raises(ValueError, match="a pmean is a psum"):
         xcoll.Policy(algorithm={"psum": "ring", "pmean": "tree"})
+
+
+def test_hints_know_the_mesh_around_a_region():
+    def step(w, x):
+        gradient = jax.grad(lambda w: (w * x).sum())(w)
+        return lax.pmean(gradient, AXES)
+
+    inside = jax.shard_map(
+        xcoll.optimize(step), mesh=mesh_2x4(), in_specs=(P(), P(AXES)), out_specs=P()
+    )
+    with pytest.warns(xcoll.XcollWarning, match="all 8 ranks"):
+        jax.jit(inside).lower(jnp.ones(3), operand())
+
+
+def test_bytes_of_a_program_are_exact_rank_by_rank():
+    """Sites of sizes that ranks do not divide, trees with other busiest ranks, a permutation."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:6]).reshape(3, 2), AXES)
+
+    def body(x):
+        sums = [lax.psum(x[:n], AXES) for n in (5, 7, 10)]
+        tree = xcoll.Policy(algorithm="tree")
+        sent = [xcoll.pbroadcast(x[:9], AXES, root, policy=tree) for root in (0, 3, 5)]
+        return sums, sent, lax.ppermute(x, AXES, [(0, 5), (2, 1)])
+
+    spec = P(AXES)
+    fn = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    ours = xcoll.optimize(fn)
+    compiled = jax.jit(ours).lower(jnp.ones(6 * 11)).compile()
+    assert ours.reports[-1].wire_bytes() == xcoll.hlo.wire_bytes(compiled, mesh)

@@ -39,7 +39,7 @@ def in_jit(x):
 
 def called_twice(x):
     f = jax.jit(lambda v: lax.psum(v, "device"))
-    return f(x) + f(f(x))
+    return f(x) + f(x * f(x))
 
 
 def in_scan(x):

@@ -65,12 +65,34 @@ def wire_bytes(
     """
     if request.num_ranks == 1:
         return tuple((axis, 0) for axis in request.axes)
-    if not _is_counted(request, stages):
+    sent = traffic(request, stages, topology)
+    if sent is None:
         totals = dict.fromkeys(request.axes, 0)
         for span, part, count, distance in _bounds(request, stages, topology):
             for axis in span.axes:
                 totals[axis] += _bound(request, span, axis, part, distance) * count
         return tuple(totals.items())
+    most = sent.max(axis=1) // request.num_ranks
+    return tuple((axis, int(num_bytes)) for axis, num_bytes in zip(request.axes, most, strict=True))
+
+
+def traffic(
+    request: Request, stages: Sequence[Stage], topology: Topology | None = None
+) -> Ints | None:
+    """Returns what each rank sends over each axis, so that plans can be added up rank by rank.
+
+    Args:
+      request: what is done.
+      stages: the plan's stages.
+      topology: as for `operations`.
+
+    Returns:
+      ``[axis, rank]``, in bytes times the number of ranks (in a ring of n ranks each sends an n-th
+      of the payload: so multiplied, it is exact). None where the plan is too large to count
+      (`wire_bytes`).
+    """
+    if not _is_counted(request, stages):
+        return None
     sent = np.zeros((len(request.axes), request.num_ranks), np.int64)
     if _is_native(stages):
         for part in plain(request, stages[0].span, topology):
@@ -81,11 +103,12 @@ def wire_bytes(
                 continue
             emitted, slot = emitted_by(stage, request.root), operand.slot_elements
             assert emitted.moved is not None
-            sent += _traffic(request, stage.span, emitted.moved * slot * request.itemsize)
+            moved = emitted.moved * slot * request.itemsize * request.num_ranks
+            sent += _traffic(request, stage.span, moved)
             for collective, slots in emitted.natives:
                 for part in inside(request, stage.span, collective, slots, slot, topology):
                     sent += _native_traffic(request, stage.span, part)
-    return tuple((axis, int(sent[i].max())) for i, axis in enumerate(request.axes))
+    return sent
 
 
 def _is_counted(request: Request, stages: Sequence[Stage]) -> bool:
@@ -149,15 +172,16 @@ def _traffic(request: Request, span: Span, matrix: Ints) -> Ints:
 
 
 def _native_traffic(request: Request, span: Span, part: Part) -> Ints:
+    """Returns bytes, times the number of all ranks, that each rank sends over each axis."""
     n = span.num_ranks
     matrix = np.zeros((n, n), np.int64)
     for group in _groups(n, part.digits):
         size = len(group)
         if part.kind == "all-to-all":
-            matrix[np.ix_(group, group)] += part.num_bytes // size
+            matrix[np.ix_(group, group)] += part.num_bytes * (request.num_ranks // size)
         else:
             ring = size - 1 if part.kind == "collective-broadcast" else size
-            each = _ring_bytes(part.kind, part.num_bytes, size)
+            each = _ring_bytes(part.kind, part.num_bytes * request.num_ranks, size)
             matrix[group[:ring], np.roll(group, -1)[:ring]] += each
     return _traffic(request, span, matrix)
 

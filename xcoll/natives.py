@@ -102,12 +102,18 @@ def _hosts_outside(digits: tuple[Digit, ...]) -> tuple[Digit, ...]:
 def _tpu(
     device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int, ranks: int
 ) -> int:
-    """Rings over all torus axes at once, both ways; cores before, slices after, on the shares."""
+    """Rings over all torus axes at once, both ways; cores before, slices after, on the shares.
+
+    A reduce-scatter inside slices and between them is an all-reduce inside (`xcoll.libtpu.parts`),
+    unless the slices vary fastest.
+    """
     cores = [d for d in digits if d.level.link.kind == "core"]
     torus = [d for d in digits if d.level.link.network == "torus"]
     slices = [d for d in digits if d not in cores and d not in torus]
     left = num_bytes * ranks if collective == "all_gather" else num_bytes
     time = 0
+    chips = [d.stride for d in (*cores, *torus)]
+    is_cut = slices and chips and max(d.stride for d in slices) > min(chips)
     for group in (cores, torus, slices):
         size = math.prod(d.level.size for d in group)
         if size == 1:
@@ -118,7 +124,8 @@ def _tpu(
             continue
         rate = sum(_ring_rate(d) for d in group)
         sweep = transfer_ps(left * (size - 1) // size, rate)
-        if collective == "all_reduce":
+        is_undone = collective == "reduce_scatter" and is_cut and group is not slices
+        if collective == "all_reduce" or is_undone:
             # Small payloads go to everyone at once: fewer hops, more bytes.
             at_once = latency + transfer_ps(left * (size - 1), rate)
             time += min(2 * (latency + sweep), at_once)

@@ -72,7 +72,7 @@ def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region) -> core.Jaxpr:
     if mesh is not None and not mesh.empty:
         scope = scope_of_mesh(mesh, manual, scope)
     rewriter = Rewriter(region.policy, hardware, region.strict)
-    edited = rewriter.rewrite(jaxpr, scope)
+    edited = rewriter.run(jaxpr, scope)
     report = rewriter.report()
     _agree(report, hardware)
     if region.sink is not None:

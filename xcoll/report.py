@@ -6,10 +6,12 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 from xcoll.plan import Plan
+from xcoll.traffic import Sent, busiest
 from xcoll.units import readable_bytes, readable_time
 
 
@@ -31,6 +33,7 @@ class Site:
         For a kept site that was not grouped these are the site's own.
       kept_reason: why the program was left as it is here; None when rewritten.
       count: executions per call of the program; None where it cannot be known.
+      sent: the same bytes, rank by rank of the mesh; None where it is too large to count so.
     """
 
     collective: str
@@ -42,7 +45,7 @@ class Site:
     plan: Plan | None = None
     kept_reason: str | None = None
     count: int | None = 1
-    sent: tuple[tuple[str, int], ...] = ()
+    sent: Sent | None = field(default=None, repr=False, compare=False)
 
     @property
     def predicted_time_s(self) -> float | None:
@@ -57,7 +60,9 @@ class Site:
     @property
     def wire_bytes(self) -> dict[str, int]:
         """Bytes sent by the busiest rank in one execution of the group, by axis."""
-        return dict(self.sent)
+        if self.sent is not None:
+            return busiest({axis: list(ranks) for axis, ranks in self.sent.items()})
+        return dict(self.plan.wire_bytes) if self.plan else {}
 
     @property
     def is_rewritten(self) -> bool:
@@ -98,20 +103,29 @@ class Report:
     def wire_bytes(self) -> dict[str, int]:
         """Returns the bytes sent by the busiest rank per call of the program, by axis.
 
-        Rewritten and kept sites alike. Groups in loops of unknown length are counted once.
+        Rewritten and kept sites alike. Groups in loops of unknown length are counted once. Where a
+        plan is too large to count rank by rank, the sum over plans of their busiest ranks.
         """
-        total: dict[str, int] = {}
         ungrouped = [(site,) for site in self.sites if site.group is None]
-        for first, *_ in (*self.groups(), *ungrouped):
-            for axis, num_bytes in first.sent:
-                total[axis] = total.get(axis, 0) + num_bytes * (first.count or 1)
-        return total
+        firsts = [first for first, *_ in (*self.groups(), *ungrouped)]
+        exact: dict[str, list[Fraction]] = {}
+        bound: dict[str, int] = {}
+        for site in firsts:
+            times = site.count or 1
+            for axis, num_bytes in site.wire_bytes.items():
+                bound[axis] = bound.get(axis, 0) + num_bytes * times
+            for axis, ranks in (site.sent or {}).items():
+                so_far = exact.get(axis, [Fraction(0)] * len(ranks))
+                exact[axis] = [a + times * b for a, b in zip(so_far, ranks, strict=True)]
+        is_exact = all(site.sent is not None for site in firsts if site.wire_bytes)
+        return busiest(exact) if is_exact else bound
 
     def to_json(self) -> str:
         """Returns the report as JSON text."""
         sites = []
         for site in self.sites:
-            row = {k: v for k, v in asdict(site).items() if k not in ("plan", "sent")}
+            row = asdict(replace(site, plan=None, sent=None))
+            del row["sent"]
             row |= {
                 "plan": site.plan.name if site.plan else None,
                 "reason": site.plan.reason if site.plan else site.kept_reason,
@@ -146,7 +160,7 @@ class Report:
             box=box.SIMPLE_HEAD,
             show_edge=False,
             pad_edge=False,
-            collapse_padding=True,
+            padding=(0, 0),
         )
         for name, justify, width in _COLUMNS:
             table.add_column(
@@ -196,7 +210,7 @@ class Report:
 
 
 _COLUMNS: tuple[tuple[str, Literal["left", "right"], int | None], ...] = (
-    ("group", "right", None),
+    ("#", "right", None),
     ("collective", "left", None),
     ("operands", "right", None),
     ("sent over", "left", None),
@@ -205,7 +219,7 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"], int | None], ...] = (
     ("time,\nnative", "right", None),
     ("source", "left", 10),
 )
-"""Heading, alignment, and the width down to which a cell may be folded (None: never)."""
+"""Heading (# is the group), alignment, and the width down to which a cell folds (None: never)."""
 
 _NO_SITES = (
     "xcoll: no collective in the traced program. Under jit with shardings the partitioner inserts"

@@ -33,9 +33,9 @@ from xcoll.sites import (
     is_symbolic,
     operand_bytes,
     operand_type,
-    permuted_bytes,
     read,
 )
+from xcoll.traffic import Sent, sent_by_permutation, sent_by_plan
 
 INNER_REGION = "an inner policy or optimize has planned it already"
 EMPTY = "empty operand"
@@ -65,6 +65,14 @@ class Rewriter:
     _alive: list[core.Jaxpr] = field(default_factory=list)
     _num_groups: int = 0
 
+    def run(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
+        """Rewrites a whole program, and warns of what its author is likely not to want."""
+        for text in find_hints(jaxpr, scope):
+            if text not in self.warnings:
+                self.warnings.append(text)
+                warnings.warn(text, XcollWarning, stacklevel=2)
+        return self.rewrite(jaxpr, scope)
+
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
         new_eqns, levels = list(jaxpr.eqns), levels_of(jaxpr)
@@ -86,16 +94,14 @@ class Rewriter:
             groups.setdefault(key, []).append(index)
         for spec, indices in cut_groups(groups, jaxpr):
             eqns = [jaxpr.eqns[i] for i in indices]
-            plan, number = self._plan(eqns, spec, scope)
+            plan, number, sent = self._plan(eqns, spec, scope)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
-                found[index] = [_site(eqn, spec, scope, kept, plan, number)]
+                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent)]
             if not plan.is_native:
                 new_eqns[indices[-1]] = pack_equations(eqns, spec, plan, tuple(scope.sizes()))
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
-        for text in find_hints(jaxpr):
-            self._warn(text)
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=sort_equations(new_eqns, packs)))
@@ -139,13 +145,13 @@ class Rewriter:
         inner = Rewriter(region.policy, hardware, region.strict)
         for _, _, body, within in enter(eqn, scope):
             inner.rewrite(body, within)
-        firsts = {group[0] for group in inner.report().groups()}
+        firsts = {id(group[0]) for group in inner.report().groups()}
         return eqn, [
             dataclasses.replace(
                 site,
                 group=None,
                 kept_reason=INNER_REGION,
-                sent=site.sent if site.group is None or site in firsts else (),
+                sent=site.sent if site.group is None or id(site) in firsts else {},
             )
             for site in inner.sites
         ]
@@ -203,20 +209,24 @@ class Rewriter:
                 f"{spec.name} over {spec.axes}: algorithm {forced} was asked for by name, and"
                 f" cannot be had here: {reason}"
             )
-        plan = None
         operand = operand_type(eqn)
-        if reason == spec.kept_reason or not is_plain(operand.dtype) or is_symbolic(operand.shape):
-            sent = permuted_bytes(eqn, spec, scope) if spec.collective == "permute" else ()
-        elif all(axis in scope.sizes() for axis in spec.axes):
-            plan = make_plan(
-                self._request([eqn], spec, scope),
-                self.hardware.topology(scope.mesh),
-                Policy.native(),
-            )
-            sent = plan.wire_bytes
-        else:
-            sent = ()
+        plan, sent = None, None
+        sizes = scope.sizes()
+        if spec.collective == "permute" and all(axis in sizes for axis in spec.axes):
+            perm, num_bytes = eqn.params.get("perm", ()), operand_bytes(eqn)
+            sent = sent_by_permutation(perm, spec.axes, num_bytes, sizes)
+        elif self._can_price(spec, scope, reason, operand):
+            topology = self.hardware.topology(scope.mesh)
+            plan = make_plan(self._request([eqn], spec, scope), topology, Policy.native())
+            sent = sent_by_plan(plan, topology, sizes)
         return _site(eqn, spec, scope, reason, plan, sent=sent)
+
+    def _can_price(self, spec: Spec, scope: Scope, reason: str, operand: Any) -> bool:
+        """Returns whether a kept site is one that XLA's collective could be planned for."""
+        is_known = is_plain(operand.dtype) and not is_symbolic(operand.shape)
+        return (
+            is_known and reason != spec.kept_reason and all(a in scope.sizes() for a in spec.axes)
+        )
 
     def _is_strict(self, spec: Spec) -> bool:
         return self.policy.by_name or self.strict == spec.collective
@@ -236,22 +246,16 @@ class Rewriter:
             root=spec.root,
         )
 
-    def _plan(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> tuple[Plan, int]:
+    def _plan(
+        self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope
+    ) -> tuple[Plan, int, Sent | None]:
         self._num_groups += 1
         # The policy speaks of psum and pmax, the planner of all-reduces.
         policy = dataclasses.replace(self.policy, algorithm=self.policy.forced(spec.name))
-        plan = make_plan(
-            self._request(distinct(eqns)[0], spec, scope),
-            self.hardware.topology(scope.mesh),
-            policy,
-            strict=self._is_strict(spec),
-        )
-        return plan, self._num_groups - 1
-
-    def _warn(self, text: str) -> None:
-        if text not in self.warnings:
-            self.warnings.append(text)
-            warnings.warn(text, XcollWarning, stacklevel=2)
+        topology = self.hardware.topology(scope.mesh)
+        request = self._request(distinct(eqns)[0], spec, scope)
+        plan = make_plan(request, topology, policy, strict=self._is_strict(spec))
+        return plan, self._num_groups - 1, sent_by_plan(plan, topology, scope.sizes())
 
 
 def _site(
@@ -261,7 +265,7 @@ def _site(
     kept_reason: str | None = None,
     plan: Plan | None = None,
     group: int | None = None,
-    sent: tuple[tuple[str, int], ...] | None = None,
+    sent: Sent | None = None,
 ) -> Site:
     return Site(
         collective=spec.name,
@@ -273,7 +277,7 @@ def _site(
         plan=plan,
         kept_reason=kept_reason,
         count=scope.count,
-        sent=sent if sent is not None else plan.wire_bytes if plan else (),
+        sent=sent,
     )
 
 

@@ -219,13 +219,3 @@ def is_plain(dtype: Any) -> bool:
         return True
     info = jnp.iinfo if jnp.issubdtype(dtype, np.integer) else jnp.finfo
     return info(dtype).bits >= 8
-
-
-def permuted_bytes(eqn: core.JaxprEqn, spec: Spec, scope: Scope) -> tuple[tuple[str, int], ...]:
-    """Returns the bytes that the busiest rank of a permutation sends over each axis."""
-    sizes = [scope.sizes()[a] for a in spec.axes]
-    crossed = set()
-    for pair in eqn.params.get("perm", ()):
-        ends = np.unravel_index(np.array(pair), sizes)
-        crossed |= {a for a, (one, other) in zip(spec.axes, ends, strict=True) if one != other}
-    return tuple((a, operand_bytes(eqn)) for a in spec.axes if a in crossed)

@@ -127,7 +127,7 @@ def explain(
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     rewriter = Rewriter(policy, Hardware(topology, jax.default_backend()))
-    rewriter.rewrite(jaxpr, Scope())
+    rewriter.run(jaxpr, Scope())
     return rewriter.report()
 
 
