@@ -373,6 +373,22 @@ def test_slices_inside_an_axis_or_numbered_fastest():
     )
 
 
+def test_a_reduce_scatter_over_slices_is_priced_as_the_all_reduce_inside_that_it_is():
+    topology = Topology.parse("2*v5e:4x4", axes={"a": 2, "b": 16})
+    wanted = Request(
+        "reduce_scatter", "sum", ("a", "b"), (2, 16), "float32", 4, ((2**24,),), platform="tpu"
+    )
+    made = plan(wanted, topology, Policy())
+    # So the two levels by themselves, which send half of that inside, are worth it.
+    assert made.name == "hierarchical(native, native)"
+    inside = native_ps(topology.device, topology.digits(("b",)), "all_reduce", 2**26)
+    across = native_ps(topology.device, topology.digits(("a",)), "reduce_scatter", 2**26 // 16)
+    assert made.native_time_ps == inside + across - topology.device.step_ps
+    # Slices that vary fastest leave the shares together: nothing is undone, nothing to gain.
+    swapped = replace(wanted, axes=("b", "a"), axis_sizes=(16, 2))
+    assert plan(swapped, topology, Policy()).is_native
+
+
 def test_small_all_reduces_over_slices_are_not_cut():
     topology = Topology.parse("2*v5e:2x2", axes={"a": 2, "b": 4})
     wanted = Request(
