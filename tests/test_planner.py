@@ -532,3 +532,15 @@ def test_named_choices_print_as_they_are_made():
     made = plan(request(), HOSTS, Policy(algorithm=hierarchical(ring(), ring())))
     assert made.name == str(hierarchical("ring", "ring"))
     assert made.stages[0] == Stage("reduce_scatter", Span(("device",), 4, 1), ring())
+
+
+def test_many_axes_do_not_multiply_the_candidates():
+    axes = {name: 2 for name in "abcdefghijklmn"}
+    topology = Topology.parse("64*v5e:16x16", axes=axes)
+    made = plan(request(axes=tuple(axes), sizes=(2,) * 14), topology, FREE)
+    assert len(made.candidates) < 500, "2 ** 13 ways to cut 14 levels are not all tried"
+
+
+def test_a_product_over_a_forced_hierarchy_needs_no_native_level():
+    made = plan(request(op="prod"), HOSTS, Policy(algorithm="hierarchical"))
+    assert [s.choice.name for s in made.stages] == ["ring", "ring", "ring"]

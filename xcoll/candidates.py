@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from xcoll.algorithms import ALGORITHMS, part_of
@@ -72,6 +72,9 @@ def choices(collective: str, request: Request, topology: Topology) -> list[Choic
     return found
 
 
+EVERY_CUT_MAX_LEVELS = 4
+"""Levels up to which every way to cut them into a hierarchy is tried."""
+
 Run = tuple[Digit, ...]
 """Neighbouring levels that are planned as one."""
 
@@ -89,8 +92,16 @@ def levels_of(request: Request, topology: Topology) -> list[Run]:
 
 
 def splits(levels: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """Yields every way to cut the levels into two or more runs, innermost first."""
-    for cuts in itertools.product((False, True), repeat=max(0, len(levels) - 1)):
+    """Yields ways to cut the levels into two or more runs, innermost first.
+
+    All of them for up to `EVERY_CUT_MAX_LEVELS` levels, beyond that each single cut: their number
+    doubles with each level.
+    """
+    gaps = max(0, len(levels) - 1)
+    ways: Iterable[tuple[bool, ...]] = itertools.product((False, True), repeat=gaps)
+    if len(levels) > EVERY_CUT_MAX_LEVELS:
+        ways = (tuple(i == gap for i in range(gaps)) for gap in range(gaps))
+    for cuts in ways:
         if not any(cuts):
             continue
         runs: list[Run] = [levels[0]]

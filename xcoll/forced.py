@@ -102,6 +102,9 @@ def _filled(
     """Returns the levels of a choice, with those that it leaves out."""
     named = len(choice.levels)
     levels = [*choice.levels, *[NATIVE] * (len(spans) - named)]
+    is_missing = request.collective == "all_reduce" and named < len(spans)
+    if is_missing and does(NATIVE, "all_reduce", request, topology) is not None:
+        levels[-1] = Choice("ring")
     scattering = len(spans) - 1 if request.collective == "all_reduce" else len(spans)
     if request.collective not in ("all_reduce", "reduce_scatter") or named >= scattering:
         return levels
