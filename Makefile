@@ -2,8 +2,8 @@
 # packages into it, later calls only run.
 
 OLDEST_JAX := 0.11.2
-OLDEST_TESTS := tests/test_transform.py tests/test_primitives.py tests/test_collectives.py \
-  tests/test_composites.py tests/test_laws.py
+OLDEST_TESTS := tests/test_transform.py tests/test_rewrite.py tests/test_hints.py tests/test_graphs.py \
+  tests/test_collectives.py tests/test_composites.py tests/test_laws.py tests/test_program_size.py
 
 PY := .venv/bin/python
 OLDEST_PY := .venv-oldest/bin/python
