@@ -161,7 +161,7 @@ _TABLE = (
         name="hierarchical",
         builders={"all_reduce": pipelines.pipelined_all_reduce},
         form=pipelines.pipelined_form,
-        options={"num_segments": Option(1, 1, 1024)},
+        options={"num_segments": Option(1, 1, 65536)},
         needs_dims=True,
     ),
 )
