@@ -376,9 +376,35 @@ def test_sums_twice_without_gradients():
         f = jax.jit(lambda v: lax.psum(v, "i"))
         return f(-2 * f(x)[:, 1:])
 
+    (hint,) = hints(shard(twice, True))
+    assert "multiplies it by 8" in hint
+    # Where types are not checked, the transpose of a sum is a sum, and looks the same.
+    assert hints(shard(twice, False)) == []
+
+
+def test_a_loss_over_all_ranks_has_a_whole_gradient():
+    """Its later pmean changes nothing, and is silent: a masked mean, a squared activation."""
+
+    def masked(w, x):
+        def loss(w):
+            total = lax.psum(((x @ w) ** 2).sum(), "i")
+            return total / lax.psum((x[:, 0] > 1).sum(), "i")
+
+        return lax.pmean(jax.grad(loss)(w), "i")
+
+    def squared(w, x):
+        def loss(w):
+            return (lax.psum((x @ w).sum(0), "i") ** 2).sum()
+
+        return lax.pmean(jax.grad(loss)(w), "i")
+
+    def statistics(w, x):
+        mean = lax.psum(x.sum(0), "i") / lax.psum(x.shape[0], "i")
+        return lax.pmean(mean, "i") + 0 * w.sum()
+
     for check_vma in (True, False):
-        (hint,) = hints(shard(twice, check_vma))
-        assert "multiplies it by 8" in hint
+        for body in (masked, squared, statistics):
+            assert hints(shard(body, check_vma)) == [], body.__name__
 
 
 def test_one_rank_is_never_wrong():

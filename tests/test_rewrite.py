@@ -285,3 +285,38 @@ def test_bytes_of_a_program_are_exact_rank_by_rank():
     ours = xcoll.optimize(fn)
     compiled = jax.jit(ours).lower(jnp.ones(6 * 11)).compile()
     assert ours.reports[-1].wire_bytes() == xcoll.hlo.wire_bytes(compiled, mesh)
+
+
+def test_bytes_of_what_is_kept_are_in_the_report():
+    def body(x):
+        groups = lax.psum(x, "device", axis_index_groups=[[0, 1], [2, 3]])
+        gathered = lax.all_gather(x, "device", axis_index_groups=[[0, 1], [2, 3]])
+        small = lax.all_gather(x.astype(jnp.int4), "device")
+        never = lax.scan(lambda c, _: (c + lax.psum(c, "device"), None), x, None, length=0)[0]
+        return groups, gathered, small.astype(jnp.int8), xcoll.barrier(x, AXES), never
+
+    ours = xcoll.optimize(shard(body))
+    compiled = jax.jit(ours).lower(jnp.ones(8 * 40)).compile()
+    assert ours.reports[-1].wire_bytes() == xcoll.hlo.wire_bytes(compiled, mesh_2x4())
+
+
+def test_bytes_where_bodies_are_manual_over_different_axes():
+    mesh = mesh_2x4()
+
+    def f(x):
+        part = jax.shard_map(
+            lambda v: lax.psum(v, "host"),
+            mesh=mesh,
+            in_specs=P("host"),
+            out_specs=P(),
+            axis_names={"host"},
+        )
+        whole = jax.shard_map(
+            lambda v: lax.psum(v, AXES), mesh=mesh, in_specs=P(AXES), out_specs=P()
+        )
+        return part(x).sum() + whole(x).sum()
+
+    ours = xcoll.optimize(f)
+    jax.jit(ours).lower(jnp.ones((8, 8)))
+    # 4 x 8 floats over host (2 ranks: a payload each), 8 floats over a ring of 8 ranks (14/8 each).
+    assert ours.reports[-1].wire_bytes() == {"host": 128 + 56, "device": 56}

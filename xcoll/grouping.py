@@ -53,12 +53,14 @@ def cut_groups(
       jaxpr: the body that they stand in.
     """
     for (spec, *_), indices in groups.items():
-        start, num_bytes = 0, 0
+        start, num_bytes, seen = 0, 0, set[int]()
         for position, index in enumerate(indices):
-            size = operand_bytes(jaxpr.eqns[index])
+            operand = id(jaxpr.eqns[index].invars[0])
+            size = 0 if operand in seen else operand_bytes(jaxpr.eqns[index])
+            seen.add(operand)
             if position > start and num_bytes + size > MAX_PACKED_BYTES:
                 yield spec, indices[start:position]
-                start, num_bytes = position, 0
+                start, num_bytes, seen = position, 0, {operand}
             num_bytes += size
         yield spec, indices[start:]
 

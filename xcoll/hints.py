@@ -47,6 +47,8 @@ class _Sum:
       is_typed: made where varying axes are checked, so that types say what all ranks share.
       scale: product of the constants since; None where it depends on the way here.
       divided: by what, in one step or in all, before or after.
+      is_first: what was summed did not itself come from sums over these axes. Where it did, a loss
+        over all ranks for example, its gradient is whole, and a later mean leaves it so.
     """
 
     made: tuple[tuple[Any, str], ...]
@@ -54,6 +56,7 @@ class _Sum:
     is_typed: bool
     scale: float | None = 1.0
     divided: frozenset[float] = frozenset()
+    is_first: bool = True
 
     def times(self, factor: float) -> _Sum:
         scale = None if self.scale is None else self.scale * factor
@@ -61,8 +64,9 @@ class _Sum:
         return replace(self, scale=scale, divided=self.divided | by)
 
     def is_mean(self, *counts: int) -> bool:
-        """Returns whether it was divided by one of ``counts``, to the bits of narrow floats."""
-        return any(math.isclose(d, c, rel_tol=5e-3) for d in self.divided for c in counts if c > 1)
+        """Returns whether it was divided by a multiple of one of ``counts``, about."""
+        ratios = [d / c for d in self.divided for c in counts if c > 1]
+        return any(r > 0.9 and math.isclose(r, round(r), rel_tol=5e-3) for r in ratios)
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,13 @@ class _Fact:
       const: the number that all its elements are, on every rank.
       sum: the sum over ranks that it is.
       divisors: what replicated scalars behind it were divided by, as in the mean of a loss.
+      behind: the axes over which something behind it was summed.
     """
 
     const: float | None = None
     sum: _Sum | None = None
     divisors: frozenset[int] = frozenset()
+    behind: frozenset[Any] = frozenset()
 
 
 _Facts = tuple[_Fact, ...]
@@ -168,12 +174,16 @@ def _look_up(value: Any, known: dict[Any, _Fact]) -> _Fact:
     return _Fact(float(value.val) if is_real and value.aval.shape == () else None)
 
 
-def _divisors(facts: Sequence[_Fact]) -> frozenset[int]:
-    return frozenset[int]().union(*(f.divisors for f in facts))
+def _after(inputs: Sequence[_Fact]) -> _Fact:
+    """Returns what is known of any result of ``inputs``."""
+    return _Fact(
+        divisors=frozenset[int]().union(*(f.divisors for f in inputs)),
+        behind=frozenset[Any]().union(*(f.behind for f in inputs)),
+    )
 
 
 def _unknown(count: int, inputs: Sequence[_Fact] = ()) -> _Facts:
-    return (_Fact(divisors=_divisors(inputs)),) * count
+    return (_after(inputs),) * count
 
 
 def _collective(eqn: core.JaxprEqn, spec: Spec, inputs: _Facts, scope: Scope) -> _Result:
@@ -193,7 +203,9 @@ def _collective(eqn: core.JaxprEqn, spec: Spec, inputs: _Facts, scope: Scope) ->
     is_mean = before.is_mean(*counts)
     line = _compat.source_line(eqn) or "an unknown line"
     hints = []
-    if counts[0] > 1 and not is_mean:
+    is_typed = eqn.primitive.name == "psum_invariant" or spec.collective != "all_reduce"
+    is_certain = before.is_typed and is_typed and before.is_first
+    if counts[0] > 1 and not is_mean and is_certain:
         lines = ", ".join(dict.fromkeys(at for axis, at in before.made if axis in again))
         hints = [
             f"{line}: {spec.name} over {spec.axes} of a value that is the same on all {counts[0]}"
@@ -208,11 +220,12 @@ def _collective(eqn: core.JaxprEqn, spec: Spec, inputs: _Facts, scope: Scope) ->
     older = () if is_mean else tuple(m for m in before.made if m[0] not in again)
     made = (*older, *((axis, line) for axis in spec.axes))
     new = _Sum(made, str(operand_type(eqn).dtype), eqn.primitive.name == "psum_invariant")
+    new = replace(new, is_first=not fact.behind & set(spec.axes))
     if older:
         new = replace(new, scale=before.scale, divided=before.divided)
     if new.is_typed and any(d % num_ranks == 0 for d in fact.divisors):
         new = replace(new, divided=new.divided | {num_ranks})
-    return (_Fact(sum=new, divisors=fact.divisors),), hints
+    return (replace(fact, const=None, sum=new, behind=fact.behind | set(spec.axes)),), hints
 
 
 def _count(axes: Sequence[Any], sizes: Mapping[Any, int]) -> int:
@@ -253,13 +266,14 @@ def _scaled(eqn: core.JaxprEqn, inputs: _Facts) -> _Fact:
     is_quotient, aval = eqn.primitive.name == "div", operand_type(eqn)
     one, two = inputs if is_quotient or inputs[1].const else inputs[::-1]
     if not two.const:
-        return _Fact(divisors=_divisors(inputs))
+        return _after(inputs)
     factor = 1 / two.const if is_quotient else two.const
     is_shared_scalar = aval.shape == () and not _compat.varying_axes(aval)
     divisor = {round(1 / abs(factor))} if is_shared_scalar and 1e-9 < abs(factor) < 1 else set()
     const = None if one.const is None else one.const * factor
     total = None if one.sum is None else one.sum.times(factor)
-    return _Fact(const, total, _divisors(inputs) | divisor)
+    known = _after(inputs)
+    return replace(known, const=const, sum=total, divisors=known.divisors | divisor)
 
 
 def _merge(sums: Sequence[_Sum]) -> _Sum:
@@ -271,6 +285,7 @@ def _merge(sums: Sequence[_Sum]) -> _Sum:
         is_typed=all(s.is_typed for s in sums),
         scale=first.scale if all(s.scale == first.scale for s in rest) else None,
         divided=first.divided.union(*(s.divided for s in rest)),
+        is_first=all(s.is_first for s in sums),
     )
 
 
@@ -278,9 +293,9 @@ def _either(facts: Sequence[_Fact]) -> _Fact:
     """Returns what is known of a value that is one of several."""
     sums = [f.sum for f in facts if f.sum is not None]
     if all(f.const == facts[0].const for f in facts) and not sums:
-        return _Fact(facts[0].const, None, _divisors(facts))
+        return replace(_after(facts), const=facts[0].const)
     is_known = all(f.sum is not None or f.const is not None for f in facts)
-    return _Fact(None, _merge(sums) if sums and is_known else None, _divisors(facts))
+    return replace(_after(facts), sum=_merge(sums) if sums and is_known else None)
 
 
 def _together(parts: Sequence[_Fact], values: Sequence[Any]) -> _Sum | None:

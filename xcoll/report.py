@@ -103,21 +103,23 @@ class Report:
     def wire_bytes(self) -> dict[str, int]:
         """Returns the bytes sent by the busiest rank per call of the program, by axis.
 
-        Rewritten and kept sites alike. Groups in loops of unknown length are counted once. Where a
-        plan is too large to count rank by rank, the sum over plans of their busiest ranks.
+        Rewritten and kept sites alike. Groups in loops of unknown length are counted once. Where
+        not every plan can be counted rank by rank on one mesh, the sum over plans of their busiest
+        ranks. Sites with an empty ``wire_bytes`` are not in it: what they send is not known.
         """
         ungrouped = [(site,) for site in self.sites if site.group is None]
         firsts = [first for first, *_ in (*self.groups(), *ungrouped)]
         exact: dict[str, list[Fraction]] = {}
         bound: dict[str, int] = {}
+        is_exact = all(site.sent is not None for site in firsts)
         for site in firsts:
-            times = site.count or 1
+            times = 1 if site.count is None else site.count
             for axis, num_bytes in site.wire_bytes.items():
                 bound[axis] = bound.get(axis, 0) + num_bytes * times
             for axis, ranks in (site.sent or {}).items():
                 so_far = exact.get(axis, [Fraction(0)] * len(ranks))
-                exact[axis] = [a + times * b for a, b in zip(so_far, ranks, strict=True)]
-        is_exact = all(site.sent is not None for site in firsts if site.wire_bytes)
+                is_exact &= len(so_far) == len(ranks)  # of one mesh
+                exact[axis] = [a + times * b for a, b in zip(so_far, ranks, strict=False)]
         return busiest(exact) if is_exact else bound
 
     def to_json(self) -> str:
@@ -186,9 +188,7 @@ class Report:
                 f"{first.dtype}\n{readable_bytes(sum(s.num_bytes for s in sites))}",
                 "\n".join(_sent(first)),
                 "?" if first.count is None else str(first.count),
-                first.plan.name.replace("(", "\n(", 1)
-                if first.plan and first.is_rewritten
-                else "kept",
+                _plan_name(first),
                 "\n".join(_times(first.plan)),
                 lines[0].replace(":", "\n:")
                 + (f"\n+{len(lines) - 1} lines" if len(lines) > 1 else ""),
@@ -239,6 +239,12 @@ def _sent(site: Site) -> list[str]:
         f"{a} {readable_bytes(sent[a])}" if a in sent else a
         for a in dict.fromkeys((*site.axes, *sent))
     ]
+
+
+def _plan_name(site: Site) -> str:
+    if site.plan is None or site.plan.is_native:
+        return "kept"
+    return site.plan.name.replace("(", "\n(", 1)
 
 
 def _times(plan: Plan | None) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -35,7 +36,7 @@ from xcoll.sites import (
     operand_type,
     read,
 )
-from xcoll.traffic import Sent, sent_by_permutation, sent_by_plan
+from xcoll.traffic import Sent, sent_by_permutation, sent_by_plan, sent_evenly
 
 INNER_REGION = "an inner policy or optimize has planned it already"
 EMPTY = "empty operand"
@@ -209,24 +210,38 @@ class Rewriter:
                 f"{spec.name} over {spec.axes}: algorithm {forced} was asked for by name, and"
                 f" cannot be had here: {reason}"
             )
-        operand = operand_type(eqn)
-        plan, sent = None, None
-        sizes = scope.sizes()
-        if spec.collective == "permute" and all(axis in sizes for axis in spec.axes):
-            perm, num_bytes = eqn.params.get("perm", ()), operand_bytes(eqn)
-            sent = sent_by_permutation(perm, spec.axes, num_bytes, sizes)
-        elif self._can_price(spec, scope, reason, operand):
-            topology = self.hardware.topology(scope.mesh)
-            plan = make_plan(self._request([eqn], spec, scope), topology, Policy.native())
-            sent = sent_by_plan(plan, topology, sizes)
+        plan, sent = self._as_it_is(eqn, spec, scope)
         return _site(eqn, spec, scope, reason, plan, sent=sent)
 
-    def _can_price(self, spec: Spec, scope: Scope, reason: str, operand: Any) -> bool:
-        """Returns whether a kept site is one that XLA's collective could be planned for."""
-        is_known = is_plain(operand.dtype) and not is_symbolic(operand.shape)
-        return (
-            is_known and reason != spec.kept_reason and all(a in scope.sizes() for a in spec.axes)
-        )
+    def _as_it_is(
+        self, eqn: core.JaxprEqn, spec: Spec, scope: Scope
+    ) -> tuple[Plan | None, Sent | None]:
+        """Returns XLA's own plan for a kept site, and what it sends, as far as they are known."""
+        operand, mesh_sizes = operand_type(eqn), scope.mesh_sizes()
+        if is_symbolic(operand.shape) or not all(axis in scope.sizes() for axis in spec.axes):
+            return None, None
+        if spec.collective == "permute":
+            perm, num_bytes = eqn.params.get("perm", ()), operand_bytes(eqn)
+            return None, sent_by_permutation(perm, spec.axes, num_bytes, mesh_sizes)
+        if jnp.issubdtype(operand.dtype, jax.dtypes.extended):
+            return None, None
+        topology, native = self.hardware.topology(scope.mesh), Policy.native()
+        request = self._request([eqn], spec, scope)
+        if spec.collective == "barrier":
+            request = dataclasses.replace(
+                request, collective="all_reduce", op="sum", dtype="int32", itemsize=4, shapes=((),)
+            )
+            return None, sent_by_plan(make_plan(request, topology, native), topology, mesh_sizes)
+        groups = eqn.params.get("axis_index_groups")
+        if groups is not None:
+            alike = len(spec.axes) == 1 and len({len(group) for group in groups}) == 1
+            request = dataclasses.replace(request, axis_sizes=(len(groups[0]),))
+            plan = make_plan(request, None, native) if alike else None
+            return None, None if plan is None else sent_evenly(plan, mesh_sizes)
+        if spec.kept_reason is not None:
+            return None, None
+        plan = make_plan(request, topology, native)
+        return plan, sent_by_plan(plan, topology, mesh_sizes)
 
     def _is_strict(self, spec: Spec) -> bool:
         return self.policy.by_name or self.strict == spec.collective
@@ -255,7 +270,7 @@ class Rewriter:
         topology = self.hardware.topology(scope.mesh)
         request = self._request(distinct(eqns)[0], spec, scope)
         plan = make_plan(request, topology, policy, strict=self._is_strict(spec))
-        return plan, self._num_groups - 1, sent_by_plan(plan, topology, scope.sizes())
+        return plan, self._num_groups - 1, sent_by_plan(plan, topology, scope.mesh_sizes())
 
 
 def _site(

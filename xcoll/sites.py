@@ -136,6 +136,10 @@ class Scope:
         """Returns the manual axes' sizes by name."""
         return dict(self.axis_sizes)
 
+    def mesh_sizes(self) -> dict[str, int]:
+        """Returns the sizes of all axes of the mesh, in its order."""
+        return dict(self.axis_sizes if self.mesh is None else self.mesh.shape)
+
 
 def scope_of_mesh(mesh: Any, manual: frozenset[str], around: Scope | None = None) -> Scope:
     """Returns the scope inside a computation that is manual over some axes of ``mesh``.

@@ -39,6 +39,18 @@ def sent_by_plan(
     }
 
 
+def sent_evenly(plan: Plan, mesh_sizes: Mapping[str, int]) -> Sent | None:
+    """Returns what a plan sends that each of several groups of ranks carries out, alike on all."""
+    request, counted = plan.request, traffic(plan.request, plan.stages)
+    total = int(np.prod(list(mesh_sizes.values())))
+    if counted is None or total > MAX_RANKS:
+        return None
+    return {
+        axis: (Fraction(int(row.max()), request.num_ranks),) * total
+        for axis, row in zip(request.axes, counted, strict=True)
+    }
+
+
 def sent_by_permutation(
     pairs: Iterable[tuple[int, int]],
     axes: tuple[str, ...],
