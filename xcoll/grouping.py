@@ -66,7 +66,7 @@ def cut_groups(
 
 
 def pack_equations(
-    eqns: list[core.JaxprEqn], spec: Spec, plan: Plan, mesh_axes: tuple[str, ...]
+    eqns: list[core.JaxprEqn], plan: Plan, mesh_axes: tuple[str, ...]
 ) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects."""
     once, copies = distinct(eqns)
@@ -75,7 +75,7 @@ def pack_equations(
         [e.invars[0] for e in once],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, copies=copies, root=spec.root, mesh_axes=mesh_axes),
+        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,

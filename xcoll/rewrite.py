@@ -69,9 +69,8 @@ class Rewriter:
     def run(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
         """Rewrites a whole program, and warns of what its author is likely not to want."""
         for text in find_hints(jaxpr, scope):
-            if text not in self.warnings:
-                self.warnings.append(text)
-                warnings.warn(text, XcollWarning, stacklevel=2)
+            self.warnings.append(text)
+            warnings.warn(text, XcollWarning, stacklevel=2)
         return self.rewrite(jaxpr, scope)
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
@@ -100,7 +99,7 @@ class Rewriter:
                 kept = plan.reason if plan.is_native else None
                 found[index] = [_site(eqn, spec, scope, kept, plan, number, sent)]
             if not plan.is_native:
-                new_eqns[indices[-1]] = pack_equations(eqns, spec, plan, tuple(scope.sizes()))
+                new_eqns[indices[-1]] = pack_equations(eqns, plan, tuple(scope.sizes()))
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
@@ -112,7 +111,7 @@ class Rewriter:
         return Report(
             sites=tuple(self.sites),
             topology=self.hardware.describe(),
-            warnings=tuple(dict.fromkeys(self.warnings)),
+            warnings=tuple(self.warnings),
         )
 
     def _descend(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[core.JaxprEqn, list[Site]]:

@@ -40,7 +40,6 @@ def _abstract_eval(
     plan: Plan,
     members: tuple[Member, ...],
     copies: tuple[int, ...],
-    root: int,
     mesh_axes: tuple[str, ...],
 ) -> Any:
     outs, effects = [], set()
@@ -57,11 +56,10 @@ def _lower(
     plan: Plan,
     members: tuple[Member, ...],
     copies: tuple[int, ...],
-    root: int,
     mesh_axes: tuple[str, ...],
 ) -> Any:
     def implementation(*xs: jax.Array) -> list[jax.Array]:
-        out = carry_out(plan, [dict(m.params) for m in members], root, mesh_axes, list(xs))
+        out = carry_out(plan, [dict(m.params) for m in members], mesh_axes, list(xs))
         return [out[i] for i in copies]
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.
@@ -76,7 +74,6 @@ mlir.register_lowering(stages_p, _lower)
 def carry_out(
     plan: Plan,
     params: list[dict[str, Any]],
-    root: int,
     mesh_axes: tuple[str, ...],
     xs: list[jax.Array],
 ) -> list[jax.Array]:
@@ -85,7 +82,6 @@ def carry_out(
     Args:
       plan: what to do.
       params: for each site, the parameters of the equation that it was.
-      root: root rank, for rooted collectives.
       mesh_axes: the mesh's axes, in its order.
       xs: the operand of each site, per rank.
 
@@ -97,10 +93,10 @@ def carry_out(
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
     packed = payload.pack(rows)
     sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
-    result = _run(plan, packed, root, {a: sizes[a] for a in mesh_axes if a in sizes})
+    result = _run(plan, packed, {a: sizes[a] for a in mesh_axes if a in sizes})
     if collective in ("reduce", "gather"):
         # Ranks other than the root hold partial results here, and zeros by contract.
-        is_root = jax.lax.axis_index(request.axes) == root
+        is_root = jax.lax.axis_index(request.axes) == request.root
         result = jnp.where(is_root, result, jnp.zeros_like(result))
     elements = [payload.row_elements(collective, x.shape, n) for x in xs]
     parts = payload.unpack(result, elements)
@@ -110,12 +106,12 @@ def carry_out(
     ]
 
 
-def _run(plan: Plan, rows: jax.Array, root: int, sizes: Mapping[str, int]) -> jax.Array:
+def _run(plan: Plan, rows: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
     """Runs the stages on the packed operand: ``(rows, elements)`` in and out."""
     request, stages = plan.request, plan.stages
 
     def run(stage: Stage, x: jax.Array) -> jax.Array:
-        return run_stage(x, stage, sizes, request.op, root)
+        return run_stage(x, stage, sizes, request.op, request.root)
 
     if len(stages) == 1:
         out = run(stages[0], rows if request.collective in payload.SCATTERED else rows[0])
