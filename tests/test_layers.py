@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "units", "_compat"),
-    ("policy", "topology", "hardware"),
+    ("policy", "topology", "hardware", "codecs"),
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
@@ -28,7 +28,7 @@ LAYERS = (
     ("roundoff", "candidates", "forced", "planner"),
     ("indexing", "lower", "payload", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
-    ("traffic", "sites", "hints", "grouping", "rewrite", "primitives", "report"),
+    ("traffic", "sites", "marks", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),
     ("graphs", "transform", "hlo"),
     ("cli", "__init__"),
@@ -123,7 +123,7 @@ def exported(package: str) -> set[str]:
 def test_no_module_has_the_name_of_a_public_function():
     every_part = {part for name in modules() for part in name.split(".")}
     assert not every_part & exported("")
-    for package in ("algorithms", "hardware", "hlo"):
+    for package in ("algorithms", "codecs", "hardware", "hlo"):
         files = {path.stem for path in (ROOT / package).glob("*.py")}
         assert not files & exported(package), package
 
