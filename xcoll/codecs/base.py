@@ -86,7 +86,7 @@ class Codec:
 
     @property
     def integers(self) -> str | None:
-        """Integer dtype in which payloads are summed, by any algorithm; None for slots on the wire."""
+        """Integer dtype in which payloads are summed by any algorithm; None for encoded slots."""
         return None
 
     @property
