@@ -26,11 +26,11 @@ LAYERS = (
         "aot",
     ),
     ("roundoff", "candidates", "forced", "planner"),
-    ("indexing", "lower", "payload", "stages", "meshes", "agreement"),
+    ("indexing", "lower", "payload", "nesting", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
-    ("traffic", "sites", "marks", "hints", "grouping", "rewrite", "primitives", "report"),
+    ("traffic", "sites", "marks", "cuts", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),
-    ("graphs", "transform", "hlo"),
+    ("graphs", "transform", "gradients", "hlo"),
     ("cli", "__init__"),
 )
 """From the bottom: a module imports its own layer or lower ones, and never in a circle."""

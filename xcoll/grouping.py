@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
+from xcoll.nesting import Nest
 from xcoll.plan import Plan
 from xcoll.sites import Spec, operand_bytes, read
 from xcoll.stages import Member, stages_p
@@ -66,16 +67,23 @@ def cut_groups(
 
 
 def pack_equations(
-    eqns: list[core.JaxprEqn], plan: Plan, mesh_axes: tuple[str, ...]
+    eqns: list[core.JaxprEqn], plan: Plan, mesh_axes: tuple[str, ...], nest: Nest | None = None
 ) -> core.JaxprEqn:
-    """Returns one equation in the place of several: their operands, results and effects."""
+    """Returns one equation in the place of several: their operands, results and effects.
+
+    Args:
+      eqns: what it replaces.
+      plan: what it does.
+      mesh_axes: the manual axes, in the mesh's order.
+      nest: how the distinct operands are cut over axes that the partitioner owns, if there are any.
+    """
     once, copies = distinct(eqns)
     members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in once)
     return core.new_jaxpr_eqn(
         [e.invars[0] for e in once],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes),
+        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes, nest=nest),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,

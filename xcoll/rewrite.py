@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat
+from xcoll.cuts import Cuts
 from xcoll.errors import XcollWarning
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
@@ -55,6 +56,7 @@ class Rewriter:
         to keep it native, that the policy's algorithm cannot do it.
       sites: filled with every collective found.
       warnings: filled with what its author is likely not to want.
+      cuts: what is known of how operands are cut over axes that are the partitioner's.
     """
 
     policy: Policy
@@ -62,6 +64,7 @@ class Rewriter:
     strict: str | None = None
     sites: list[Site] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    cuts: Cuts = field(default_factory=Cuts)
     _done: dict[tuple[int, Scope], core.Jaxpr] = field(default_factory=dict)
     _alive: list[core.Jaxpr] = field(default_factory=list)
     _num_groups: int = 0
@@ -71,6 +74,7 @@ class Rewriter:
         for text in find_hints(jaxpr, scope):
             self.warnings.append(text)
             warnings.warn(text, XcollWarning, stacklevel=2)
+        self.cuts = Cuts(jaxpr, scope)
         return self.rewrite(jaxpr, scope)
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
@@ -97,9 +101,15 @@ class Rewriter:
             plan, number, sent = self._plan(eqns, spec, scope)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
-                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent)]
+                held = self.cuts.operand_bytes(eqn, scope)
+                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent, held)]
             if not plan.is_native:
-                new_eqns[indices[-1]] = pack_equations(eqns, plan, tuple(scope.sizes()))
+                new_eqns[indices[-1]] = pack_equations(
+                    eqns,
+                    plan,
+                    tuple(scope.sizes()),
+                    self.cuts.group(distinct(eqns)[0], spec, scope),
+                )
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
@@ -142,7 +152,7 @@ class Rewriter:
             region = dataclasses.replace(region, topology=self.hardware.given)
             eqn = eqn.replace(params={**eqn.params, "region": region})
         hardware = Hardware(region.topology, self.hardware.platform, self.hardware.devices)
-        inner = Rewriter(region.policy, hardware, region.strict)
+        inner = Rewriter(region.policy, hardware, region.strict, cuts=self.cuts)
         for _, _, body, within in enter(eqn, scope):
             inner.rewrite(body, within)
         firsts = {id(group[0]) for group in inner.report().groups()}
@@ -171,20 +181,20 @@ class Rewriter:
             return "its axis is no manual mesh axis (a named axis of vmap)"
         if spec.kept_reason is not None:
             return spec.kept_reason
-        if scope.auto_axes:
-            return (
-                f"the partitioner owns mesh axes {', '.join(scope.auto_axes)} here, and cutting the"
-                " operand could make it gather over them"
-            )
         if not is_plain(operand.dtype):
             return f"dtype {operand.dtype} cannot be cut into bytes"
         if is_symbolic(operand.shape):
             return f"shape {operand.shape} is symbolic, and its bytes are not known"
         if operand.size == 0:
             return EMPTY
-        if operand_bytes(eqn) < self.policy.min_bytes:
+        if (reason := self.cuts.why_not(eqn, spec, scope)) is not None:
+            return reason
+        held = self.cuts.operand_bytes(eqn, scope)
+        if held < self.policy.min_bytes:
             return f"{TOO_SMALL}={self.policy.min_bytes}"
-        if self.policy.where is not None and not self.policy.where(_site(eqn, spec, scope)):
+        if self.policy.where is not None and not self.policy.where(
+            _site(eqn, spec, scope, num_bytes=held)
+        ):
             return NOT_SELECTED
         return None
 
@@ -255,7 +265,7 @@ class Rewriter:
             axis_sizes=tuple(sizes[a] for a in spec.axes),
             dtype=str(dtype),
             itemsize=dtype.itemsize,
-            shapes=tuple(tuple(operand_type(e).shape) for e in eqns),
+            shapes=tuple(self.cuts.local_shape(e, scope) for e in eqns),
             platform=self.hardware.platform,
             root=spec.root,
         )
@@ -280,12 +290,13 @@ def _site(
     plan: Plan | None = None,
     group: int | None = None,
     sent: Sent | None = None,
+    num_bytes: int | None = None,
 ) -> Site:
     return Site(
         collective=spec.name,
         axes=spec.axes,
         dtype=str(getattr(operand_type(eqn), "dtype", "none")) if eqn.invars else "none",
-        num_bytes=operand_bytes(eqn),
+        num_bytes=operand_bytes(eqn) if num_bytes is None else num_bytes,
         source=_compat.source_line(eqn) or scope.source or "unknown",
         group=group,
         plan=plan,

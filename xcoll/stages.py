@@ -14,6 +14,7 @@ from jax.interpreters import mlir
 
 from xcoll import _compat, payload
 from xcoll.lower import run_stage
+from xcoll.nesting import Nest
 from xcoll.plan import Plan, Request, Span, Stage
 
 
@@ -41,6 +42,7 @@ def _abstract_eval(
     members: tuple[Member, ...],
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
+    nest: Nest | None,
 ) -> Any:
     outs, effects = [], set()
     for aval, member in zip(avals, members, strict=True):
@@ -57,9 +59,13 @@ def _lower(
     members: tuple[Member, ...],
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
+    nest: Nest | None,
 ) -> Any:
+    def run(*xs: jax.Array) -> list[jax.Array]:
+        return carry_out(plan, [dict(m.params) for m in members], mesh_axes, list(xs))
+
     def implementation(*xs: jax.Array) -> list[jax.Array]:
-        out = carry_out(plan, [dict(m.params) for m in members], mesh_axes, list(xs))
+        out = run(*xs) if nest is None else nest.wrap(run)(*xs)
         return [out[i] for i in copies]
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.
