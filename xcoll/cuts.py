@@ -139,10 +139,17 @@ class Cuts:
 
 @dataclass
 class _Follower:
-    """Follows constraints through a program; what differs from call to call is not known."""
+    """Follows constraints through a program; what differs from call to call is not known.
+
+    Attributes:
+      known: what is known of each variable; filled.
+      done: the results of bodies, by what was known of their inputs.
+      equal: variables whose elements are all the same.
+    """
 
     known: dict[Any, Cut | None]
     done: dict[Any, tuple[Cut | None, ...]] = field(default_factory=dict)
+    equal: set[Any] = field(default_factory=set)
 
     def run(
         self, jaxpr: core.Jaxpr, inputs: tuple[Cut | None, ...], scope: Scope
@@ -173,13 +180,15 @@ class _Follower:
             return (_constraint(eqn),)
         if name == "optimization_barrier":
             return [self.read(v) for v in eqn.invars]
+        if name == "broadcast_in_dim" and operand_type(eqn).ndim == 0:
+            self.equal.add(eqn.outvars[0])  # The same element everywhere: no matter how it is cut.
         if name == "transpose":
             cut = self.read(eqn.invars[0])
             return (cut and tuple(cut[d] for d in eqn.params["permutation"]),)
         if name in _ELEMENTWISE:
             shape = getattr(eqn.outvars[0].aval, "shape", ())
             arrays = [v for v in eqn.invars if getattr(v.aval, "shape", ()) == shape]
-            cuts = {self.read(v) for v in arrays}
+            cuts = {self.read(v) for v in arrays if v not in self.equal}
             return (cuts.pop() if len(cuts) == 1 else None,) * len(eqn.outvars)
         spec = read(eqn)
         if spec is not None:

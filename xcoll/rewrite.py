@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat
-from xcoll.cuts import Cuts
+from xcoll.cuts import Cut, Cuts
 from xcoll.errors import XcollWarning
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
@@ -69,12 +70,18 @@ class Rewriter:
     _alive: list[core.Jaxpr] = field(default_factory=list)
     _num_groups: int = 0
 
-    def run(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
-        """Rewrites a whole program, and warns of what its author is likely not to want."""
+    def run(self, jaxpr: core.Jaxpr, scope: Scope, inputs: Sequence[Cut | None] = ()) -> core.Jaxpr:
+        """Rewrites a whole program, and warns of what its author is likely not to want.
+
+        Args:
+          jaxpr: the program.
+          scope: where it stands.
+          inputs: how its inputs are cut over axes that are the partitioner's, where it is known.
+        """
         for text in find_hints(jaxpr, scope):
             self.warnings.append(text)
             warnings.warn(text, XcollWarning, stacklevel=2)
-        self.cuts = Cuts(jaxpr, scope)
+        self.cuts = Cuts(jaxpr, scope, inputs)
         return self.rewrite(jaxpr, scope)
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
