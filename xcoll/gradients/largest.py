@@ -48,10 +48,10 @@ class TopK(Compressor):
         def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total.at[sent[1]].add(sent[0], unique_indices=True), None
 
-        nothing = as_varying(jnp.zeros_like(x, shape=layout.padded), varying_axes(received))
+        nothing = as_varying(jnp.zeros(layout.padded, jnp.float32), varying_axes(received))
         total, _ = lax.scan(add, nothing, (all_values, received[:, 1]))
         total = jnp.where(jnp.isfinite(all_values).all(), total, jnp.nan)
-        sent = jnp.zeros(layout.padded).at[indices].set(values, unique_indices=True)
+        sent = jnp.zeros(layout.padded, jnp.float32).at[indices].set(values, unique_indices=True)
         return Reduced(total, sent)
 
 

@@ -46,8 +46,8 @@ class RandomK(Compressor):
         is_good = jnp.isfinite(sums).all()
         if not self.feedback:
             sums = sums * sizes.astype(jnp.float32)
-        total = jnp.zeros(layout.padded).at[indices].set(sums, unique_indices=True)
-        sent = jnp.zeros(layout.padded).at[indices].set(values, unique_indices=True)
+        total = jnp.zeros(layout.padded, jnp.float32).at[indices].set(sums, unique_indices=True)
+        sent = jnp.zeros(layout.padded, jnp.float32).at[indices].set(values, unique_indices=True)
         return Reduced(jnp.where(is_good, total, jnp.nan), sent)
 
 
