@@ -12,7 +12,7 @@ collectives, calls. Nothing is guessed: a wrong spec would be right but slow.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,12 +182,12 @@ class _Follower:
             return [self.read(v) for v in eqn.invars]
         if name == "broadcast_in_dim" and operand_type(eqn).ndim == 0:
             self.equal.add(eqn.outvars[0])  # The same element everywhere: no matter how it is cut.
-        if name == "transpose":
+        if name in _MOVED:
             cut = self.read(eqn.invars[0])
-            return (cut and tuple(cut[d] for d in eqn.params["permutation"]),)
+            return (None if cut is None else _MOVED[name](eqn, cut),)
         if name in _ELEMENTWISE:
-            shape = getattr(eqn.outvars[0].aval, "shape", ())
-            arrays = [v for v in eqn.invars if getattr(v.aval, "shape", ()) == shape]
+            shape = _shape(eqn.outvars[0])
+            arrays = [v for v in eqn.invars if isinstance(v, core.Var) and _shape(v) == shape]
             cuts = {self.read(v) for v in arrays if v not in self.equal}
             return (cuts.pop() if len(cuts) == 1 else None,) * len(eqn.outvars)
         spec = read(eqn)
@@ -207,8 +207,47 @@ class _Follower:
         return outs
 
 
+def _reshape(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
+    """Returns the cut of a reshaped array, if dimensions that are cut stay as they are."""
+    old, new = operand_type(eqn).shape, eqn.params["new_sizes"]
+    out: list[tuple[str, ...]] = [()] * len(new)
+    for d, names in enumerate(cut):
+        if names:
+            before = math.prod(old[:d])
+            same = [e for e, n in enumerate(new) if n == old[d] and math.prod(new[:e]) == before]
+            if eqn.params["dimensions"] is not None or not same:
+                return None
+            out[same[0]] = names
+    return tuple(out)
+
+
+def _broadcast(eqn: core.JaxprEqn, cut: Cut) -> Cut:
+    """Returns the cut of an array with more dimensions."""
+    out: list[tuple[str, ...]] = [()] * len(eqn.params["shape"])
+    for names, d in zip(cut, eqn.params["broadcast_dimensions"], strict=True):
+        out[d] = names
+    return tuple(out)
+
+
+def _squeeze(eqn: core.JaxprEqn, cut: Cut) -> Cut:
+    return tuple(names for d, names in enumerate(cut) if d not in eqn.params["dimensions"])
+
+
+_MOVED: Mapping[str, Callable[[core.JaxprEqn, Cut], Cut | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": lambda eqn, cut: tuple(cut[d] for d in eqn.params["permutation"]),
+}
+"""Operations that move dimensions."""
+
+
 def _both(a: Any, b: Any) -> bool:
     return bool(a and b)
+
+
+def _shape(v: core.Var) -> tuple[int, ...]:
+    return getattr(v.aval, "shape", ())
 
 
 def _constraint(eqn: core.JaxprEqn) -> Cut | None:
