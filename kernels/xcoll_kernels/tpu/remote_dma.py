@@ -30,7 +30,8 @@ decodes its own chunk from the codes too, so all ranks hold the same bits.
    (a counting semaphore). Receivers read in order, so ``i - slots + 1`` signals mean that slot
    ``i mod slots`` is free, and at most one copy is under way on a semaphore at any time.
 3. *Places.* In the all-gather each half chunk has its own place in HBM, written once. Two
-   semaphores alternate; the copy of step ``s + 2`` starts after the receiver has seen that of ``s``.
+   semaphores alternate: the copy of step ``s + 2`` starts after the receiver has waited for that
+   of step ``s``.
 4. *Exit.* Every copy and every signal that a device is sent is waited for before it leaves, so all
    semaphores end at zero and nobody writes to a device that has gone on.
 
@@ -41,30 +42,17 @@ the first half of iteration ``k`` at the latest, since there are more slots than
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xcoll_kernels.tpu import ring_gather, ring_reduce
-from xcoll_kernels.tpu.ring_layout import (
-    DIRECTIONS,
-    MAX_TILE_ROWS,
-    ROW_UNIT,
-    Ring,
-    Tiles,
-    tiles_of,
-)
+from xcoll_kernels.tpu import ring_kernels
+from xcoll_kernels.tpu.ring_layout import MAX_TILE_ROWS, ROW_UNIT, Ring, tiles_of
 from xcoll_kernels.tpu.ring_wire import Int8Wire, PlainWire, Wire
 
 _PLAIN_TILE_ROWS = 256
 _ENCODED_TILE_ROWS = 512
-_FIRST_COLLECTIVE_ID = 16
 
 _LIMITS = {
     # dtype: the largest float32 that rounds to a finite value of it, and its largest value.
@@ -91,9 +79,8 @@ def ring_all_reduce(
     rounded to nearest even at each hop.
 
     Encoded, each partial sum is encoded to int8 for its hop, and the sum once more for the way
-    back: an element's error is at most 1/254 of the sum, over the ``num_ranks`` encodings, of its
-    block's largest magnitude, scales being powers of two: twice that (plus 2**-126, and the
-    rounding to bfloat16). A block with a value that is not finite is NaN.
+    back: ``num_ranks`` encodings, each with an error of at most 1/127 of its block's largest
+    magnitude (plus 2**-126). A block with a value that is not finite is NaN.
 
     Args:
       x: per shard, any shape, float32 or bfloat16. Call it inside `jax.shard_map`.
@@ -122,37 +109,21 @@ def ring_all_reduce(
       [2.0, 4.0, 2.0, 4.0]
     """
     call = f"ring_all_reduce(axis_name={axis_name!r})"
-    ring, rows, wire = _checked(call, x, axis_name, encoded, tile_rows)
+    ring = _ring(call, axis_name)
     num_ranks = ring.num_ranks
+    elements = -(-x.size // num_ranks)
+    setting = _setting(call, ring, x, elements, encoded, interpret, tile_rows, collective_id)
     if x.size == 0 or (num_ranks == 1 and not encoded):
         return x
-    tiles = tiles_of(-(-x.size // num_ranks), rows)
-    flat = jnp.pad(x.reshape(-1), (0, tiles.elements * num_ranks - x.size))
-    payload = tiles.pack(flat.reshape(num_ranks, tiles.elements))
-    run = functools.partial(_call, payload, ring, interpret, collective_id)
-    if not encoded:
-        gathered = run(
-            _all_reduce_kernel(ring, tiles, wire),
-            {"gathered": (payload.shape, x.dtype)},
-            {
-                "reduce": ring_reduce.scratch(tiles, wire, x.dtype, x.dtype),
-                "gather": ring_gather.scratch(1),
-            },
-        )["gathered"]
+    padded = jnp.pad(x.reshape(-1), (0, elements * num_ranks - x.size))
+    payload = setting.tiles.pack(padded.reshape(num_ranks, elements))
+    if num_ranks == 1:
+        summed = ring_kernels.encoded_all_gather(setting, payload[0])
+    elif encoded:
+        summed = ring_kernels.encoded_all_reduce(setting, payload)
     else:
-        gathered = run(
-            _encoded_all_reduce_kernel(ring, tiles, wire),
-            {
-                "gathered": (payload.shape, x.dtype),
-                "mine": (payload.shape[1:], jnp.float32),
-                **_encoded_shapes(ring, tiles, wire),
-            },
-            {
-                "reduce": ring_reduce.scratch(tiles, wire, x.dtype, jnp.float32),
-                "gather": ring_gather.scratch(2),
-            },
-        )["gathered"]
-    return tiles.unpack(gathered).reshape(-1)[: x.size].reshape(x.shape)
+        summed = ring_kernels.all_reduce(setting, payload)
+    return setting.tiles.unpack(summed).reshape(-1)[: x.size].reshape(x.shape)
 
 
 def ring_reduce_scatter(
@@ -186,28 +157,20 @@ def ring_reduce_scatter(
       NotImplementedError: as `ring_all_reduce`.
     """
     call = f"ring_reduce_scatter(axis_name={axis_name!r})"
-    ring, rows, wire = _checked(call, x, axis_name, encoded, tile_rows)
+    ring = _ring(call, axis_name)
     num_ranks = ring.num_ranks
     if x.ndim == 0 or x.shape[0] % num_ranks:
         raise ValueError(
             f"{call}: x has shape {x.shape}; its leading dimension must be a multiple of the"
             f" {num_ranks} ranks: pad it"
         )
-    shape = (x.shape[0] // num_ranks, *x.shape[1:])
+    elements, shape = x.size // num_ranks, (x.shape[0] // num_ranks, *x.shape[1:])
+    setting = _setting(call, ring, x, elements, encoded, interpret, tile_rows, collective_id)
     if x.size == 0 or num_ranks == 1:
         return x.reshape(shape)
-    tiles = tiles_of(x.size // num_ranks, rows)
-    payload = tiles.pack(x.reshape(num_ranks, tiles.elements))
-    mine = _call(
-        payload,
-        ring,
-        interpret,
-        collective_id,
-        _reduce_scatter_kernel(ring, tiles, wire),
-        {"mine": (payload.shape[1:], x.dtype)},
-        {"reduce": ring_reduce.scratch(tiles, wire, x.dtype, x.dtype)},
-    )["mine"]
-    return tiles.unpack(mine[None]).reshape(shape)
+    payload = setting.tiles.pack(x.reshape(num_ranks, elements))
+    mine = ring_kernels.reduce_scatter(setting, payload)
+    return setting.tiles.unpack(mine[None]).reshape(shape)
 
 
 def ring_all_gather(
@@ -240,169 +203,44 @@ def ring_all_gather(
       NotImplementedError: as `ring_all_reduce`.
     """
     call = f"ring_all_gather(axis_name={axis_name!r})"
-    ring, rows, wire = _checked(call, x, axis_name, encoded, tile_rows)
+    ring = _ring(call, axis_name)
     num_ranks = ring.num_ranks
     if x.ndim == 0:
         raise ValueError(f"{call}: x is a scalar; a dimension to gather along is needed: x[None]")
     shape = (num_ranks * x.shape[0], *x.shape[1:])
+    setting = _setting(call, ring, x, x.size, encoded, interpret, tile_rows, collective_id)
     if x.size == 0 or (num_ranks == 1 and not encoded):
         return x.reshape(shape)
-    tiles = tiles_of(x.size, rows)
-    payload = tiles.pack(x.reshape(1, x.size))[0]
-    gathered = {"gathered": ((num_ranks, *payload.shape), x.dtype)}
-    run = functools.partial(_call, payload, ring, interpret, collective_id)
-    if not encoded:
-        out = run(_all_gather_kernel(ring), gathered, {"gather": ring_gather.scratch(1)})
-    else:
-        out = run(
-            _encoded_all_gather_kernel(ring, tiles, wire),
-            gathered | _encoded_shapes(ring, tiles, wire),
-            {"gather": ring_gather.scratch(2)},
-        )
-    return tiles.unpack(out["gathered"]).reshape(shape)
+    kernel = ring_kernels.encoded_all_gather if encoded else ring_kernels.all_gather
+    gathered = kernel(setting, setting.tiles.pack(x.reshape(1, -1))[0])
+    return setting.tiles.unpack(gathered).reshape(shape)
 
 
-Shapes = dict[str, tuple[tuple[int, ...], Any]]
-Kernel = Callable[[Any, dict[str, Any], dict[str, Any]], None]
-"""Called with the payload's ref, the outputs' (HBM) and the scratch's."""
-
-
-def _reduce_scatter_kernel(ring: Ring, tiles: Tiles, wire: Wire) -> Kernel:
-    def kernel(payload: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        ring_reduce.ReduceScatter(
-            ring=ring,
-            tiles=tiles,
-            wire=wire,
-            payload=payload,
-            result_of=lambda direction: out["mine"].at[direction],
-            refs=refs["reduce"],
-        ).run()
-
-    return kernel
-
-
-def _all_gather_kernel(ring: Ring) -> Kernel:
-    def kernel(payload: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        ring_gather.AllGather(
-            ring=ring, gathered=[out["gathered"]], own=[payload], then=None, refs=refs["gather"]
-        ).run()
-
-    return kernel
-
-
-def _all_reduce_kernel(ring: Ring, tiles: Tiles, wire: Wire) -> Kernel:
-    def kernel(payload: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        gathered = out["gathered"]
-        ring_reduce.ReduceScatter(
-            ring=ring,
-            tiles=tiles,
-            wire=wire,
-            payload=payload,
-            result_of=lambda direction: gathered.at[ring.rank(direction, 0), direction],
-            refs=refs["reduce"],
-        ).run()
-        ring_gather.AllGather(
-            ring=ring, gathered=[gathered], own=None, then=None, refs=refs["gather"]
-        ).run()
-
-    return kernel
-
-
-def _encoded_all_gather_kernel(ring: Ring, tiles: Tiles, wire: Wire) -> Kernel:
-    def kernel(payload: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        parts = [out["codes"], out["exponents"]]
-        for direction in DIRECTIONS:
-            own = [part.at[ring.rank(direction, 0), direction] for part in parts]
-            ring_gather.encode(payload.at[direction], own, tiles, wire)
-
-        def then(direction: int, rank: Any) -> None:
-            sources = [part.at[rank, direction] for part in parts]
-            ring_gather.decode(sources, out["gathered"].at[rank, direction], tiles, wire)
-
-        ring_gather.AllGather(
-            ring=ring, gathered=parts, own=None, then=then, refs=refs["gather"]
-        ).run()
-
-    return kernel
-
-
-def _encoded_all_reduce_kernel(ring: Ring, tiles: Tiles, wire: Wire) -> Kernel:
-    gather = _encoded_all_gather_kernel(ring, tiles, wire)
-    if ring.num_ranks == 1:
-        return lambda payload, out, refs: gather(payload.at[0], out, refs)
-    reduce = _reduce_scatter_kernel(ring, tiles, wire)
-
-    def kernel(payload: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        reduce(payload, out, refs)
-        gather(out["mine"], out, refs)
-
-    return kernel
-
-
-def _encoded_shapes(ring: Ring, tiles: Tiles, wire: Wire) -> Shapes:
-    return {
-        name: ((ring.num_ranks, 2, tiles.num_tiles, *shape), dtype)
-        for name, (shape, dtype) in zip(
-            ("codes", "exponents"), wire.parts(tiles.tile_rows), strict=True
-        )
-    }
-
-
-def _call(
-    payload: jax.Array,
-    ring: Ring,
-    interpret: pltpu.InterpretParams | None,
-    collective_id: int | None,
-    kernel: Kernel,
-    out_shapes: Shapes,
-    scratch: dict[str, Any],
-) -> dict[str, jax.Array]:
-    """Runs a kernel between HBM and HBM, after the barrier; returns its outputs by name."""
-    if ring.num_ranks == 1:
-        collective_id = None
-    elif collective_id is None:
-        collective_id = _FIRST_COLLECTIVE_ID + ring.mesh_axes.index(ring.axis_name)
-    # With check_vma=True the type of a kernel's outputs has to be said: that of its input, made to
-    # vary over the ring. (With check_vma=False nothing has such a type, and pcast does nothing.)
-    if ring.axis_name not in jax.typeof(payload).manual_axis_type.varying:
-        payload = lax.pcast(payload, ring.axis_name, to="varying")
-    varying = jax.typeof(payload).manual_axis_type
-
-    def body(payload_ref: Any, out: dict[str, Any], refs: dict[str, Any]) -> None:
-        if ring.num_ranks > 1:
-            ring.barrier()
-        kernel(payload_ref, out, refs)
-
-    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    return pl.pallas_call(
-        body,
-        out_shape={
-            name: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
-            for name, (shape, dtype) in out_shapes.items()
-        },
-        in_specs=[hbm],
-        out_specs=dict.fromkeys(out_shapes, hbm),
-        scratch_shapes=[scratch],
-        compiler_params=pltpu.CompilerParams(collective_id=collective_id),
-        interpret=False if interpret is None else interpret,
-        name="ring_" + "_".join(out_shapes),
-    )(payload)
-
-
-def _checked(
-    call: str, x: jax.Array, axis_name: str, encoded: bool, tile_rows: int | None
-) -> tuple[Ring, int, Wire]:
-    """Returns the ring, the rows of a tile at most and the wire, or raises."""
+def _ring(call: str, axis_name: str) -> Ring:
     if not isinstance(axis_name, str):
         raise NotImplementedError(f"{call}: one mesh axis is taken, not {axis_name!r}")
+    mesh = jax.sharding.get_abstract_mesh()
     try:
         num_ranks = lax.axis_size(axis_name)
     except NameError as error:
-        names = jax.sharding.get_abstract_mesh().manual_axes
         raise ValueError(
-            f"{call}: no such mesh axis here; manual axes: {names}; call it inside jax.shard_map"
-            f" over the axis"
+            f"{call}: no such mesh axis here; manual axes: {mesh.manual_axes}; call it inside"
+            f" jax.shard_map over the axis"
         ) from error
+    return Ring(axis_name=axis_name, num_ranks=num_ranks, mesh_axes=tuple(mesh.axis_names))
+
+
+def _setting(
+    call: str,
+    ring: Ring,
+    x: jax.Array,
+    elements: int,
+    encoded: bool,
+    interpret: pltpu.InterpretParams | None,
+    tile_rows: int | None,
+    collective_id: int | None,
+) -> ring_kernels.Setting:
+    """Checks x's dtype and ``tile_rows``; ``elements`` is a chunk's size."""
     if x.dtype.name not in _LIMITS:
         raise NotImplementedError(
             f"{call}: x is {x.dtype.name}; these kernels take {' and '.join(_LIMITS)}"
@@ -416,5 +254,10 @@ def _checked(
         )
     limit, saturate = _LIMITS[x.dtype.name]
     wire: Wire = Int8Wire(limit=limit, saturate=saturate) if encoded else PlainWire(dtype=x.dtype)
-    mesh_axes = tuple(jax.sharding.get_abstract_mesh().axis_names)
-    return Ring(axis_name=axis_name, num_ranks=num_ranks, mesh_axes=mesh_axes), tile_rows, wire
+    return ring_kernels.Setting(
+        ring=ring,
+        tiles=tiles_of(max(1, elements), tile_rows),
+        wire=wire,
+        interpret=interpret,
+        collective_id=collective_id,
+    )

@@ -14,8 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from xcoll_kernels.tpu.ring_layout import DIRECTIONS, Ring, Tiles
-from xcoll_kernels.tpu.ring_wire import Wire, groups
+from xcoll_kernels.tpu.ring_layout import DIRECTIONS, Ring
 
 _SLOTS = 2  # of semaphores: the copies of a step and of the one before are told apart
 
@@ -125,90 +124,3 @@ class AllGather:
             gathered.at[self.ring.rank(direction, 0), direction],
             self.refs["copy"].at[direction],
         )
-
-
-def encode(source: Any, targets: Sequence[Any], tiles: Tiles, wire: Wire) -> None:
-    """Encodes half a chunk in HBM, ``[*half_shape]``, into the arrays it is sent as."""
-
-    def body(values: Sequence[Any], parts: Sequence[Any]) -> None:
-        (value,) = values
-        wire.write(lambda rows: value[rows, :].astype(jnp.float32), parts)
-
-    _stream(body, [source], targets)
-
-
-def decode(sources: Sequence[Any], target: Any, tiles: Tiles, wire: Wire) -> None:
-    """Undoes `encode`, into ``[*half_shape]`` of the payload's dtype."""
-
-    def body(parts: Sequence[Any], values: Sequence[Any]) -> None:
-        (value,), value_of = values, wire.values(parts)
-        for rows in groups(tiles.tile_rows):
-            value[rows, :] = value_of(rows).astype(value.dtype)
-
-    _stream(body, sources, [target])
-
-
-def _stream(
-    body: Callable[[Sequence[Any], Sequence[Any]], None],
-    sources: Sequence[Any],
-    targets: Sequence[Any],
-) -> None:
-    """Takes HBM arrays through VMEM tile by tile, the next being loaded and the last stored.
-
-    Args:
-      body: called with a tile's refs in VMEM: those of ``sources``, and those of ``targets``.
-      sources: HBM refs ``[num_tiles, ...]``.
-      targets: the same.
-    """
-    num_tiles = sources[0].shape[0]
-
-    def run(loaded: list[Any], stored: list[Any], load: Any, store: Any) -> None:
-        def loads(tile: Any) -> list[Any]:
-            slot = lax.rem(tile, _SLOTS)
-            return [
-                pltpu.make_async_copy(source.at[tile], buffer.at[slot], load.at[i, slot])
-                for i, (source, buffer) in enumerate(zip(sources, loaded, strict=True))
-            ]
-
-        def stores(tile: Any) -> list[Any]:
-            slot = lax.rem(tile, _SLOTS)
-            return [
-                pltpu.make_async_copy(buffer.at[slot], target.at[tile], store.at[i, slot])
-                for i, (target, buffer) in enumerate(zip(targets, stored, strict=True))
-            ]
-
-        def step(tile: Any, _: None) -> None:
-            @pl.when(tile + 1 < num_tiles)
-            def _() -> None:
-                for copy in loads(tile + 1):
-                    copy.start()
-
-            @pl.when(tile >= _SLOTS)
-            def _() -> None:
-                for copy in stores(tile - _SLOTS):
-                    copy.wait()
-
-            for copy in loads(tile):
-                copy.wait()
-            slot = lax.rem(tile, _SLOTS)
-            body([buffer.at[slot] for buffer in loaded], [buffer.at[slot] for buffer in stored])
-            for copy in stores(tile):
-                copy.start()
-
-        for copy in loads(0):
-            copy.start()
-        lax.fori_loop(0, num_tiles, step, None)
-        for tile in range(max(0, num_tiles - _SLOTS), num_tiles):
-            for copy in stores(tile):
-                copy.wait()
-
-    def buffers(refs: Sequence[Any]) -> list[Any]:
-        return [pltpu.VMEM((_SLOTS, *ref.shape[1:]), ref.dtype) for ref in refs]
-
-    pl.run_scoped(
-        run,
-        buffers(sources),
-        buffers(targets),
-        pltpu.SemaphoreType.DMA((len(sources), _SLOTS)),
-        pltpu.SemaphoreType.DMA((len(targets), _SLOTS)),
-    )

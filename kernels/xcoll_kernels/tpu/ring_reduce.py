@@ -100,7 +100,7 @@ class ReduceScatter:
         step = lax.div(in_group, in_flight)
         return step, group * in_flight + lax.rem(in_group, in_flight), iteration - group * in_flight
 
-    def _iteration(self, iteration: Any, _: None) -> None:
+    def _iteration(self, iteration: Any, carry: None) -> None:
         step, tile, item = self._place(iteration)
 
         @pl.when(iteration + 1 < self._num_iterations)
@@ -202,7 +202,9 @@ class ReduceScatter:
                 sent,
                 received,
                 self.refs["send"].at[part, direction, lax.rem(item, _BUFFERS)],
-                self.refs["receive"].at[part, direction, lax.rem(item, _received_slots(self.tiles))],
+                self.refs["receive"].at[
+                    part, direction, lax.rem(item, _received_slots(self.tiles))
+                ],
                 device_id=self.ring.downstream(direction),
             )
             for part, (sent, received) in enumerate(

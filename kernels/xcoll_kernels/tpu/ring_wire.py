@@ -90,7 +90,7 @@ class Int8Wire:
             codes = arithmetic.code(value, arithmetic.inverse_scale(exponent), finite)
             refs[0][rows, :] = codes.astype(jnp.int8)
             stored = arithmetic.marked_exponent(exponent, largest, limit_bits=limit_bits)
-            in_lanes = jnp.sum(_on_diagonal(stored, rows.size), axis=0, keepdims=True)
+            in_lanes = jnp.sum(_on_diagonal(stored, value.shape[0]), axis=0, keepdims=True)
             packed = packed | (in_lanes << (8 * k))
         refs[1][...] = packed
 
@@ -99,10 +99,9 @@ class Int8Wire:
 
         def value_of(rows: pl.Slice) -> jax.Array:
             byte = (refs[1][...] >> (8 * (rows.start // LANES))) & 255
-            exponent = jnp.sum(_on_diagonal(byte, rows.size), axis=1, keepdims=True)
-            return arithmetic.value(
-                refs[0][rows, :].astype(jnp.int32), exponent, saturate=self.saturate
-            )
+            codes = refs[0][rows, :].astype(jnp.int32)
+            exponent = jnp.sum(_on_diagonal(byte, codes.shape[0]), axis=1, keepdims=True)
+            return arithmetic.value(codes, exponent, saturate=self.saturate)
 
         return value_of
 
