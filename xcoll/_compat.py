@@ -226,14 +226,9 @@ def lowered_cut(value: Any) -> tuple[tuple[str, ...], ...] | None:
         return done[value]
 
     def step(value: Any, depth: int) -> Any:
-        """The cut, None, or "any" for what has the same element everywhere."""
         op = value.owner
         if not isinstance(op, ir.OpView | ir.Operation):
             return None  # The argument of a function.
-        if op.name == "stablehlo.constant" or (
-            op.name == "stablehlo.broadcast_in_dim" and not op.operands[0].type.shape
-        ):
-            return "any"
         if op.name == "sdy.sharding_constraint":
             dimensions = sdy.TensorShardingAttr(op.attributes["sharding"]).dimension_shardings
             parsed = [sdy.DimensionShardingAttr(d) for d in dimensions]
@@ -248,12 +243,10 @@ def lowered_cut(value: Any) -> tuple[tuple[str, ...], ...] | None:
         if op.name not in _LOWERED_ELEMENTWISE:
             return None
         shape = value.type.shape
-        cuts = {cut(v, depth + 1) for v in op.operands if v.type.shape == shape}
-        cuts = cuts - {"any"} or cuts
+        cuts = {cut(v, depth + 1) for v in op.operands if v.type.shape == shape} - {None}
         return cuts.pop() if len(cuts) == 1 else None
 
-    found = cut(value, 0) if isinstance(value, ir.Value) else None
-    return None if found == "any" else found
+    return cut(value, 0) if isinstance(value, ir.Value) else None
 
 
 def jit_options(fn: Any) -> dict[str, Any]:

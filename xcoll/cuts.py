@@ -5,8 +5,9 @@ an operand that a plan cuts anew could make it gather over them. Where the opera
 PartitionSpec over those axes is known, the plan works on what one device holds (`xcoll.nesting`).
 
 A spec is known from the type, where axes are Explicit, and else from
-`jax.lax.with_sharding_constraint` and what follows it: element by element operations, other
-collectives, calls. Nothing is guessed: a wrong spec would be right but slow.
+`jax.lax.with_sharding_constraint` and what follows it: operations element by element or that move
+whole dimensions, other collectives, calls. Products of matrices and loops end it. Of a wrong spec
+the values would be right, and the partitioner would exchange what it holds otherwise.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _ELEMENTWISE = frozenset({
     "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
     "xcoll_mark", "xor",
 })
-"""Operations whose result is cut as their operands are, all of which have to be cut alike."""
+"""Operations whose result is cut as those operands of its shape of which it is known, where these
+agree: the partitioner has to bring the others to the same cut anyway."""
 
 _CALLS = frozenset({
     "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", REGION,
@@ -144,12 +146,10 @@ class _Follower:
     Attributes:
       known: what is known of each variable; filled.
       done: the results of bodies, by what was known of their inputs.
-      equal: variables whose elements are all the same.
     """
 
     known: dict[Any, Cut | None]
     done: dict[Any, tuple[Cut | None, ...]] = field(default_factory=dict)
-    equal: set[Any] = field(default_factory=set)
 
     def run(
         self, jaxpr: core.Jaxpr, inputs: tuple[Cut | None, ...], scope: Scope
@@ -180,15 +180,13 @@ class _Follower:
             return (_constraint(eqn),)
         if name == "optimization_barrier":
             return [self.read(v) for v in eqn.invars]
-        if name == "broadcast_in_dim" and operand_type(eqn).ndim == 0:
-            self.equal.add(eqn.outvars[0])  # The same element everywhere: no matter how it is cut.
         if name in _MOVED:
             cut = self.read(eqn.invars[0])
             return (None if cut is None else _MOVED[name](eqn, cut),)
         if name in _ELEMENTWISE:
             shape = _shape(eqn.outvars[0])
             arrays = [v for v in eqn.invars if isinstance(v, core.Var) and _shape(v) == shape]
-            cuts = {self.read(v) for v in arrays if v not in self.equal}
+            cuts = {cut for v in arrays if (cut := self.read(v)) is not None}
             return (cuts.pop() if len(cuts) == 1 else None,) * len(eqn.outvars)
         spec = read(eqn)
         if spec is not None:
@@ -233,9 +231,27 @@ def _squeeze(eqn: core.JaxprEqn, cut: Cut) -> Cut:
     return tuple(names for d, names in enumerate(cut) if d not in eqn.params["dimensions"])
 
 
+def _reduce(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
+    """Returns the cut of a reduction, if dimensions that are cut stay."""
+    gone = eqn.params["axes"]
+    if any(cut[d] for d in gone):
+        return None
+    return tuple(names for d, names in enumerate(cut) if d not in gone)
+
+
+def _slice(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
+    """Returns the cut of a slice, if dimensions that are cut are whole in it."""
+    old, new = operand_type(eqn).shape, _shape(eqn.outvars[0])
+    return cut if all(a == b for a, b, names in zip(old, new, cut, strict=True) if names) else None
+
+
 _MOVED: Mapping[str, Callable[[core.JaxprEqn, Cut], Cut | None]] = {
     "broadcast_in_dim": _broadcast,
+    "reduce_max": _reduce,
+    "reduce_min": _reduce,
+    "reduce_sum": _reduce,
     "reshape": _reshape,
+    "slice": _slice,
     "squeeze": _squeeze,
     "transpose": lambda eqn, cut: tuple(cut[d] for d in eqn.params["permutation"]),
 }
