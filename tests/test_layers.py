@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "units", "_compat"),
-    ("policy", "topology", "hardware"),
+    ("names", "codecs", "permits", "policy", "topology", "hardware"),
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
