@@ -99,6 +99,23 @@ def register_in_checkify(call_primitive: Any) -> None:
     checkify.error_checks[call_primitive] = checkify.error_checks[partial_eval.eval_jaxpr_p]
 
 
+def edit_made_jaxpr(thunk: Any, edit: Callable[[Any, tuple[bool, ...]], Any]) -> Any:
+    """Returns a custom derivative's deferred trace that is edited once it is made.
+
+    Args:
+      thunk: the parameter ``fwd_jaxpr_thunk`` or ``jvp_jaxpr_fun`` of a custom-derivative equation.
+      edit: gets the traced program and what the trace was asked for: which inputs (``fwd``) or
+        tangents (``jvp``) are zero, respectively not.
+    """
+    from jax._src import linear_util
+
+    def traced(*asked: bool) -> Any:
+        jaxpr, *others = thunk.call_wrapped(*asked)
+        return edit(jaxpr, asked), *others
+
+    return linear_util.wrap_init(traced, debug_info=thunk.debug_info)
+
+
 def manual_context(lowering_context: Any) -> tuple[Any, frozenset[str], tuple[Any, ...] | None]:
     """Returns the mesh, its manual axes and the devices that a lowering is for.
 
