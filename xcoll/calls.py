@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xcoll import _compat
+from xcoll import _compat, marks
 from xcoll.algorithms import check_choice, supports
 from xcoll.errors import UnknownAxisError, unknown
 from xcoll.policy import COLLECTIVE_OF, Policy, check_policy
@@ -27,20 +28,48 @@ class Call:
       axis_name: as the user gave it.
       policy: as the user gave it.
       collective: jax.lax's name where it differs from ``name``.
+      key: the PRNG key, as the user gave it.
+      takes_key: whether the function has that argument at all.
 
     Raises:
       UnknownAxisError: an axis is not bound, or nothing is: the call is outside shard_map.
-      ValueError: an axis is repeated, or the policy forces what cannot be.
-      TypeError: the axis or the policy is of a wrong type.
+      ValueError: an axis is repeated, the policy forces what cannot be, or needs a key.
+      TypeError: the axis, the policy or the key is of a wrong type.
     """
 
-    def __init__(self, name: str, axis_name: Axes, policy: Any, collective: str | None = None):
+    def __init__(
+        self,
+        name: str,
+        axis_name: Axes,
+        policy: Any,
+        collective: str | None = None,
+        *,
+        key: Any = None,
+        takes_key: bool = False,
+    ):
         self.name = name
         self.axes = check_axes(name, axis_name)
         self.policy: Policy | None = None if policy is None else check_policy(name, policy)
         self.num_ranks = math.prod(jax.lax.axis_size(a) for a in self.axes)
         self._collective = COLLECTIVE_OF[collective or name]
         self.check_algorithm(collective or name)
+        self._key = None if key is None else marks.check_key(name, key)
+        if takes_key:
+            self._check_random()
+
+    def _check_random(self) -> None:
+        """Checks that there is a key where the policy's codec needs one, and drops a needless."""
+        if self.policy is None:
+            return  # An `xcoll.optimize` around the call may have a policy that needs it.
+        random = [c for c in getattr(self.policy, "codecs", tuple)() if c.needs_key]
+        if random and self._key is None:
+            raise ValueError(
+                f"{self.name}(policy=...): {random[0]} rounds at random and needs a key; pass"
+                f" {self.name}(..., key=jax.random.fold_in(key, step)), or rounding='nearest' to"
+                " the codec"
+            )
+        if not random:
+            self._key = None
 
     def check_algorithm(self, collective: str) -> None:
         """Checks that the algorithm forced for this call exists and can do it."""
@@ -121,9 +150,15 @@ class Call:
         nothing to communicate, and jax.lax folds constants.
         """
         is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+        if is_traced and self._key is not None and not is_disabled():
+            fn = partial(_keyed, fn, self._key)
         if self.policy is None or not is_traced or is_disabled():
             return fn(x)
         return bind(fn, Region(self.policy, strict=self._collective), x)
+
+
+def _keyed(fn: Callable[[Any], Any], key: jax.Array, x: Any) -> Any:
+    return fn(marks.keyed(x, key))
 
 
 def check_axes(name: str, axis_name: Any) -> tuple[str, ...]:

@@ -8,10 +8,14 @@ lowered, and differentiated and batched as jax.lax's collective is. Arguments co
 * ``policy``: what xcoll may do. None leaves it to an `xcoll.optimize` around the call, which plans
   it together with its neighbours; without one it is XLA's own. With a policy, what its forced
   algorithm cannot do is an error.
+* ``key`` (of the six that a codec can carry): what a codec that rounds at random draws from: one
+  key, ``jax.random.key(seed)`` or the older two uint32, the same on all ranks, each of which folds
+  its rank in. Several leaves draw from keys of their own. Without such a codec it is ignored.
 
 All raise `UnknownAxisError` (a `NameError`, as jax's) for an unknown axis or outside
-`jax.shard_map`, `ValueError` for a repeated axis or an algorithm that cannot do the collective,
-and `TypeError` for a leaf that is no array (its path is named) or a policy of another type.
+`jax.shard_map`, `ValueError` for a repeated axis, an algorithm that cannot do the collective, or
+no key where the policy's codec needs one, and `TypeError` for a leaf that is no array (its path is
+named), a policy of another type, or what is no key.
 """
 
 from __future__ import annotations
@@ -32,7 +36,12 @@ Groups = Sequence[Sequence[int]] | None
 
 
 def psum(
-    x: Any, axis_name: Axes, *, axis_index_groups: Groups = None, policy: Policy | None = None
+    x: Any,
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Sums over ranks, as `jax.lax.psum`.
 
@@ -41,6 +50,7 @@ def psum(
       axis_name: mesh axis, or a tuple of them.
       axis_index_groups: as in jax.lax; the sum is then XLA's own.
       policy: what xcoll may do.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       The sums, replicated over the axes; shapes and dtypes of ``x``. Partial sums are rounded in
@@ -58,13 +68,18 @@ def psum(
       >>> print(total(jnp.arange(4.0)))
       [6.]
     """
-    call = Call("psum", axis_name, policy)
+    call = Call("psum", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x, numbers=True)
     return call.run(lambda x: lax.psum(x, call.axes, axis_index_groups=axis_index_groups), x)
 
 
 def pmean(
-    x: Any, axis_name: Axes, *, axis_index_groups: Groups = None, policy: Policy | None = None
+    x: Any,
+    axis_name: Axes,
+    *,
+    axis_index_groups: Groups = None,
+    policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Averages over ranks, as `jax.lax.pmean`, and without overflow in narrow floats.
 
@@ -73,6 +88,7 @@ def pmean(
       axis_name: mesh axis, or a tuple of them.
       axis_index_groups: as in jax.lax.
       policy: what xcoll may do.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       The means, replicated over the axes. float16 and float8 are summed in float32 (and travel so),
@@ -81,7 +97,7 @@ def pmean(
     Raises:
       TypeError: a leaf is no number.
     """
-    call = Call("pmean", axis_name, policy)
+    call = Call("pmean", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x, numbers=True)
 
     def mean(x: Any) -> Any:
@@ -149,6 +165,7 @@ def psum_scatter(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Sums over ranks and leaves each rank its slice, as `jax.lax.psum_scatter`.
 
@@ -160,6 +177,7 @@ def psum_scatter(
       tiled: keep the dimension, of a multiple of the number of ranks; else it has one element a
         rank and goes.
       policy: what xcoll may do.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       Slice ``rank`` of the sums; error bound as for `psum`.
@@ -167,7 +185,7 @@ def psum_scatter(
     Raises:
       ValueError: the dimension is out of range or does not divide (sizes named).
     """
-    call = Call("psum_scatter", axis_name, policy)
+    call = Call("psum_scatter", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x, numbers=True)
     ranks = call.num_ranks if axis_index_groups is None else len(axis_index_groups[0])
     call.check_divides(x, scatter_dimension, "scatter_dimension", tiled, ranks)
@@ -193,6 +211,7 @@ def all_gather(
     tiled: bool = False,
     to: str = "varying",
     policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Gathers the ranks' arrays on all of them, as `jax.lax.all_gather`.
 
@@ -204,6 +223,7 @@ def all_gather(
       tiled: concatenate rather than stack.
       to: type of the result under ``check_vma=True``, as in jax.lax.
       policy: what xcoll may do.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       The ranks' arrays in rank order; exact bit for bit.
@@ -211,7 +231,7 @@ def all_gather(
     Raises:
       ValueError: the dimension is out of range.
     """
-    call = Call("all_gather", axis_name, policy)
+    call = Call("all_gather", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x)
     call.check_dimension(x, axis, "axis", extra=0 if tiled else 1)
 
@@ -237,6 +257,7 @@ def all_to_all(
     axis_index_groups: Groups = None,
     tiled: bool = False,
     policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Exchanges slices among ranks, as `jax.lax.all_to_all`.
 
@@ -248,6 +269,7 @@ def all_to_all(
       axis_index_groups: as in jax.lax.
       tiled: slices are concatenated rather than stacked.
       policy: what xcoll may do.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       The slices from all ranks, in rank order; exact bit for bit.
@@ -255,7 +277,7 @@ def all_to_all(
     Raises:
       ValueError: a dimension is out of range, or ``split_axis`` does not divide.
     """
-    call = Call("all_to_all", axis_name, policy)
+    call = Call("all_to_all", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x)
     ranks = call.num_ranks if axis_index_groups is None else len(axis_index_groups[0])
     call.check_divides(x, split_axis, "split_axis", tiled, ranks)
@@ -275,7 +297,12 @@ def all_to_all(
 
 
 def ppermute(
-    x: Any, axis_name: Axes, perm: Sequence[tuple[int, int]], *, policy: Policy | None = None
+    x: Any,
+    axis_name: Axes,
+    perm: Sequence[tuple[int, int]],
+    *,
+    policy: Policy | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Sends arrays along a permutation of ranks, as `jax.lax.ppermute`.
 
@@ -284,6 +311,7 @@ def ppermute(
       axis_name: mesh axis, or a tuple of them.
       perm: pairs of source and destination rank; who receives nothing gets zeros.
       policy: what xcoll may do: a permutation is already the smallest step, so nothing but native.
+      key: a PRNG key, for a codec that rounds at random.
 
     Returns:
       What arrived; exact bit for bit.
@@ -291,7 +319,7 @@ def ppermute(
     Raises:
       ValueError: a rank is out of range, or twice a source or destination.
     """
-    call = Call("ppermute", axis_name, policy)
+    call = Call("ppermute", axis_name, policy, key=key, takes_key=True)
     call.check_leaves(x)
     try:
         pairs = [(int(source), int(destination)) for source, destination in perm]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -32,6 +33,16 @@ class Codec:
     zeros. Instances are frozen, hashable dataclasses, read back from
     ``dataclasses.asdict`` by `xcoll.codecs.from_dict`.
     """
+
+    def __str__(self) -> str:
+        """Reads like the call that makes it, options that are not the defaults included."""
+        given = {f.name: f for f in dataclasses.fields(self) if f.init}  # type: ignore[arg-type]
+        shown = [
+            str(getattr(self, name)) if field.default is dataclasses.MISSING else f"{name}={value}"
+            for name, field in given.items()
+            if (value := getattr(self, name)) != field.default
+        ]
+        return f"{self.kind}({', '.join(shown)})" if shown else self.kind
 
     @property
     def kind(self) -> str:
@@ -67,6 +78,35 @@ class Codec:
     def items_per_block(self) -> int:
         """Items on the wire of one block: its codes and its scale."""
         raise NotImplementedError
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an item on the wire."""
+        return jnp.dtype(self.wire_dtype).itemsize
+
+    @property
+    def integers(self) -> str | None:
+        """Integer dtype in which payloads are summed by any algorithm; None for encoded slots."""
+        return None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether values may change on the way."""
+        return True
+
+    def max_error_for(self, num_ranks: int) -> float:
+        """Returns the bound on a sum over ranks, where the codec itself decides it (`integers`)."""
+        raise NotImplementedError
+
+    def why_reference(self, slot_elements: int, num_ranks: int, platform: str) -> str | None:
+        """Returns why no Pallas kernel carries the codec out, or None where one does.
+
+        Args:
+          slot_elements: elements of a slot.
+          num_ranks: contributions that are summed.
+          platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``.
+        """
+        return f"there is no kernel of {self}"
 
     @property
     def needs_key(self) -> bool:
