@@ -14,6 +14,9 @@ from xcoll.policy import Choice, Policy
 
 DIRECT = Choice("direct")
 
+KERNELS = "Pallas"
+"""What a plan says where Pallas kernels carry its codecs out."""
+
 MOVES = ("all_gather", "all_to_all", "permute")
 """Collectives that only move data: a payload is encoded once, whatever the algorithm."""
 
@@ -142,4 +145,4 @@ def kernels_for(request: Request, stages: Sequence[Stage], policy: Policy) -> st
             )
             if reason is not None:
                 return f"reference: {reason}"
-    return "Pallas"
+    return KERNELS

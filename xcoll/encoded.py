@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from xcoll.plan import Request, Stage
+from xcoll.plan import Request
 from xcoll.ranks import Ranks
 from xcoll.wire import Wire
+
+MOVES = ("all_gather", "all_to_all", "permute")
+"""Collectives that only move data."""
 
 
 def permute(x: jax.Array, request: Request, ranks: Ranks, wire: Wire, slot: int) -> jax.Array:
@@ -24,19 +26,6 @@ def permute(x: jax.Array, request: Request, ranks: Ranks, wire: Wire, slot: int)
     bits = wire.encode(jnp.pad(x, (0, slot - x.size))[None])
     arrived = ranks.permute(bits, request.pairs)
     return wire.decode(arrived, slot)[0, : x.size]
-
-
-def fold(slots: jax.Array) -> jax.Array:
-    """Returns the sum over the leading dimension, ``((x0 + x1) + x2) + ...``."""
-    if len(slots) <= _UNROLL_MAX_RANKS:
-        total = slots[0]
-        for rank in range(1, len(slots)):
-            total = total + slots[rank]
-        return total
-    return lax.scan(lambda s, x: (s + x, None), slots[0], slots[1:])[0]
-
-
-_UNROLL_MAX_RANKS = 16
 
 
 def two_shot(slots: jax.Array, ranks: Ranks, wire: Wire) -> jax.Array:
