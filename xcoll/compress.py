@@ -36,7 +36,7 @@ def why_exact(request: Request, policy: Policy) -> str | None:
     for shape in request.shapes:
         if request.bytes_of(shape) < least:
             return f"under {least} bytes, where payloads stay exact"
-    for codec in dict.fromkeys(codec for _, _, codec in policy.codec or () if codec):
+    for codec in dict.fromkeys(codec for _, _, codec in policy.permits if codec):
         reason = codec.refuses(request.dtype)
         if reason is not None:
             return reason

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xcoll.schedule import SCATTERED
+from xcoll.schedule import SCATTERED as SCATTERED
 
 WHOLE = ("all_reduce", "broadcast", "reduce")
 """Collectives whose payload is one row, of the operand's size."""

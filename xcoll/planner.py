@@ -270,7 +270,9 @@ class _Maker(Options):
             options.append(self.option(stages))
         if options[0].time_ps is not None:
             options.sort(key=lambda option: option.order)
-        return self.made(options[0], "the policy wants sums in float32", [self.native, *options[1:]])
+        return self.made(
+            options[0], "the policy wants sums in float32", [self.native, *options[1:]]
+        )
 
     def deterministic(self, forced: Choice | None) -> Plan:
         """Takes a plan that sums in rank order: direct over all ranks at once."""

@@ -9,7 +9,8 @@ from typing import Any, Self
 from xcoll.codecs import Codec
 from xcoll.errors import unknown
 from xcoll.names import COLLECTIVE_OF as COLLECTIVE_OF
-from xcoll.permits import ALL, Permitted, permits
+from xcoll.permits import ALL, Permits, Permitted, permits
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -109,9 +110,7 @@ class Policy:
         _check_numbers(self)
         for name, valid in (("over_budget", ("error", "exact")), ("accumulate", (None, "float32"))):
             if getattr(self, name) not in valid:
-                raise ValueError(
-                    f"Policy({name}={getattr(self, name)!r}): must be one of {valid}"
-                )
+                raise ValueError(f"Policy({name}={getattr(self, name)!r}): must be one of {valid}")
         if self.deterministic and self.is_lossy:
             raise ValueError(
                 "Policy(deterministic=True) with a codec or max_error: sums in rank order are of"
@@ -161,7 +160,14 @@ class Policy:
     def codecs(self) -> Iterator[Codec]:
         """Yields every codec of the policy."""
         for entries in (self.codec, self.backward_codec):
+            assert entries is None or isinstance(entries, tuple)
             yield from (codec for _, _, codec in entries or () if codec is not None)
+
+    @property
+    def permits(self) -> Permits:
+        """What ``codec`` was normalised to: triples of collective, axis and codec."""
+        assert self.codec is None or isinstance(self.codec, tuple)
+        return self.codec or ()
 
     def lossy_min_bytes(self) -> int:
         """Returns the bytes under which payloads stay exact."""
@@ -177,17 +183,17 @@ class Policy:
         by_axis: dict[str, Codec | None] = {}
         # Entries of a collective stand behind those of all, and so have the last word; one for all
         # its axes replaces what was said of single axes.
-        for collective, axis, codec in sorted(self.codec or (), key=lambda e: e[:2]):
+        for collective, axis, codec in self.permits:
             if collective in names:
                 if axis == ALL and collective:
                     by_axis.clear()
                 by_axis[axis] = codec
-        codec = tuple((ALL, axis, c) for axis, c in by_axis.items())
-        return replace(self, algorithm=self.forced(name), codec=codec or None)
+        entries = tuple((ALL, axis, codec) for axis, codec in by_axis.items())
+        return replace(self, algorithm=self.forced(name), codec=entries or None)
 
     def codec_over(self, axes: tuple[str, ...]) -> Codec | None:
         """Returns the codec that a narrowed policy has for traffic over axes: all must agree."""
-        by_axis = {axis: codec for _, axis, codec in self.codec or ()}
+        by_axis = {axis: codec for _, axis, codec in self.permits}
         found = {by_axis.get(axis, by_axis.get(ALL)) for axis in axes}
         return found.pop() if len(found) == 1 else None
 

@@ -207,9 +207,7 @@ class Rewriter:
             )
         return key
 
-    def _why_kept(
-        self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy
-    ) -> str | None:
+    def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy) -> str | None:
         """Returns the reason to leave a site as it is before any planning, or None."""
         operand = operand_type(eqn)
         if not all(axis in scope.sizes() for axis in spec.axes):
@@ -324,7 +322,7 @@ class Rewriter:
 def _check_codec_axes(policy: Policy, spec: Spec, scope: Scope) -> None:
     """Raises ValueError where a policy's codec is for an axis that the mesh does not have."""
     mesh = scope.mesh_sizes()
-    for _, axis, _ in policy.codec or ():
+    for _, axis, _ in policy.permits:
         if axis and axis not in mesh:
             call = f"{spec.name} over {spec.axes}, Policy(codec={{{axis!r}: ...}})"
             raise UnknownAxisError(unknown(call, "mesh axis", axis, mesh))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from xcoll import _compat
 from xcoll.barriers import barrier_p
 from xcoll.composites import COMPOSITES
-from xcoll.planner import PERMUTATION
+from xcoll.planner import PERMUTATION as PERMUTATION
 
 OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
 """Primitives whose bodies are somebody else's: nothing inside is looked at."""

@@ -164,9 +164,7 @@ class _Stages:
             out = permute(x, self.request, Ranks(stage.span, self._sizes), wire, slot)
         else:
             request, block = self.request, self._block
-            out = run_stage(
-                x, stage, self._sizes, request.op, request.root, block=block, wire=wire
-            )
+            out = run_stage(x, stage, self._sizes, request.op, request.root, block=block, wire=wire)
         after = self.stages[number + 1 : number + 2]
         stays_wide = wire is not None and after and after[0].codec == stage.codec
         return out if stays_wide else out.astype(self._dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ class Wire:
         """Returns ``slots + decode(bits)``, float32."""
         return slots + self.decode(bits, slots.shape[1])
 
-    def _options(self) -> dict[str, object]:
+    def _options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "platform": self.platform, "kernels": self.kernels}
 
     def _next_key(self) -> jax.Array | None:
