@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from xcoll_kernels import arithmetic
 
 from xcoll.codecs.limits import DTYPES
+from xcoll.codecs.packing import padded
 
 FLOOR = 2.0**-126
 """Absolute term of every law of error: subnormal float32 numbers count as zero."""
@@ -124,11 +126,6 @@ class Codec:
         return True
 
     @property
-    def has_exact_products(self) -> bool:
-        """Whether decoding never rounds, so that a fused multiply-add changes no bit."""
-        return True
-
-    @property
     def dtypes(self) -> tuple[str, ...]:
         """Payload dtypes that the codec takes."""
         return DTYPES
@@ -158,7 +155,7 @@ class Codec:
         self.check_dtype(dtype)
         block = max(self.block, 1)
         elements = -(-math.prod(shape) // block) * block
-        return self.wire_items(elements) * jnp.dtype(self.wire_dtype).itemsize
+        return self.wire_items(elements) * self.wire_itemsize
 
     def encode(
         self,
@@ -241,9 +238,7 @@ class Codec:
         """
 
         def decoded(slot: jax.Array) -> jax.Array:
-            return self.fenced(
-                self.decode(slot, elements, dtype=dtype, platform=platform, kernels=kernels)
-            )
+            return self.decode(slot, elements, dtype=dtype, platform=platform, kernels=kernels)
 
         total = decoded(wire[0])
         if wire.shape[0] <= _UNROLLED_RANKS:
@@ -279,12 +274,8 @@ class Codec:
           ``wire_dtype[..., wire_items(elements)]``.
         """
         received = self.decode(wire, elements, dtype=dtype, platform=platform, kernels=kernels)
-        total = x.astype(jnp.float32) + self.fenced(received)
+        total = arithmetic.flushed(x.astype(jnp.float32)) + received
         return self.encode(total, dtype=dtype, key=key, platform=platform, kernels=kernels)
-
-    def fenced(self, decoded: jax.Array) -> jax.Array:
-        """Keeps the compiler from fusing a rounded product into the sum that follows."""
-        return decoded if self.has_exact_products else lax.optimization_barrier(decoded)
 
     def num_blocks(self, elements: int) -> int:
         """Returns the number of blocks in a slot.
@@ -304,29 +295,21 @@ class Codec:
         if (reason := self.refuses(dtype)) is not None:
             raise ValueError(f"{self.kind}: {reason}")
 
-    def check_key(self, key: jax.Array | None) -> None:
-        """Raises ValueError where stochastic rounding has no key."""
+    def check_encode(self, dtype: str, key: jax.Array | None) -> None:
+        """Raises ValueError where ``dtype`` is refused, or stochastic rounding has no key."""
+        self.check_dtype(dtype)
         if self.needs_key and key is None:
             raise ValueError(
                 f"{self.kind}(rounding='stochastic'): encoding needs a PRNG key and got none; pass"
                 " key=jax.random.key(step), or use rounding='nearest'"
             )
 
-    def check_wire(self, wire: jax.Array, elements: int) -> None:
-        """Raises ValueError where ``wire`` is no encoding of ``elements`` elements."""
+    def check_decode(self, wire: jax.Array, elements: int, dtype: str) -> None:
+        """Raises ValueError where ``dtype`` is refused, or ``wire`` encodes something else."""
+        self.check_dtype(dtype)
         items = self.wire_items(elements)
         if wire.shape[-1:] != (items,) or wire.dtype != self.wire_dtype:
             raise ValueError(
                 f"{self.kind}: a slot of {elements} elements is {self.wire_dtype}[..., {items}],"
                 f" not {wire.dtype}{list(wire.shape)}"
             )
-
-
-def padded(items: int) -> int:
-    """Returns the length of a slot: whole vector registers and tiles where that costs little.
-
-    >>> [padded(items) for items in (257, 4097, 70000)]
-    [257, 4224, 73728]
-    """
-    unit = 1 if items < 4096 else 128 if items < 65536 else 4096
-    return -(-items // unit) * unit

@@ -1,4 +1,4 @@
-"""How codes and scales lie in a slot, and two codes in a byte."""
+"""How codes and scales lie in a slot."""
 
 from __future__ import annotations
 
@@ -6,21 +6,37 @@ import jax
 import jax.numpy as jnp
 
 
-def joined(codes: jax.Array, scales: jax.Array, items: int) -> jax.Array:
-    """Returns the slots of codes and scales: ``codes | scales | zeros``.
+def padded(items: int) -> int:
+    """Returns the length of a slot: whole tiles where that adds little.
+
+    >>> [padded(items) for items in (257, 4097, 70000)]
+    [257, 4224, 73728]
+    """
+    unit = 1 if items < 4096 else 128 if items < 65536 else 4096
+    return -(-items // unit) * unit
+
+
+def joined(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns slots: ``codes | scales | zeros``.
 
     Args:
-      codes: of shape ``(..., num_blocks, codes_per_block)``.
+      codes: of shape ``(..., num_blocks, code_items)``.
       scales: same dtype, of shape ``(..., num_blocks, scale_items)``.
-      items: length of a slot.
 
     Returns:
-      Same dtype, of shape ``(..., items)``.
+      Same dtype, of shape ``(..., padded(num_blocks * (code_items + scale_items)))``.
     """
-    parts = [part.reshape(*part.shape[:-2], -1) for part in (codes, scales)]
-    wire = jnp.concatenate(parts, axis=-1)
-    rest = items - wire.shape[-1]
-    return jnp.pad(wire, [(0, 0)] * (wire.ndim - 1) + [(0, rest)])
+    # Not reshape(..., -1): there may be no blocks, or no slots.
+    parts = [
+        part.reshape(*part.shape[:-2], part.shape[-2] * part.shape[-1]) for part in (codes, scales)
+    ]
+    return padded_with_zeros(jnp.concatenate(parts, axis=-1))
+
+
+def padded_with_zeros(wire: jax.Array) -> jax.Array:
+    """Returns slots of the length that `padded` says."""
+    rest = padded(wire.shape[-1]) - wire.shape[-1]
+    return jnp.pad(wire, [(0, 0)] * (wire.ndim - 1) + [(0, rest)]) if rest else wire
 
 
 def split(
@@ -39,25 +55,8 @@ def split(
     """
     slots = wire.shape[:-1]
     end = num_blocks * code_items
-    codes = wire[..., :end].reshape(*slots, num_blocks, code_items)
     scales = wire[..., end : end + num_blocks * scale_items]
-    return codes, scales.reshape(*slots, num_blocks, scale_items)
-
-
-def packed_nibbles(codes: jax.Array) -> jax.Array:
-    """Returns 4-bit codes two to a byte: byte ``j`` holds ``q[j]`` and ``q[j + block / 2]``.
-
-    Args:
-      codes: int32 of shape ``(..., block)``, from -8 to 7.
-
-    Returns:
-      int8 of shape ``(..., block // 2)``.
-    """
-    half = codes.shape[-1] // 2
-    return ((codes[..., :half] & 15) | (codes[..., half:] << 4)).astype(jnp.int8)
-
-
-def unpacked_nibbles(packed: jax.Array) -> jax.Array:
-    """Returns the codes that `packed_nibbles` packed, as int32."""
-    both = packed.astype(jnp.int32)
-    return jnp.concatenate([(both << 28) >> 28, both >> 4], axis=-1)
+    return (
+        wire[..., :end].reshape(*slots, num_blocks, code_items),
+        scales.reshape(*slots, num_blocks, scale_items),
+    )

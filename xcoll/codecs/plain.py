@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xcoll.codecs.base import Codec
+from xcoll.codecs.checks import check_name
 
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -21,6 +22,12 @@ class Plain(Codec):
     dtype: str
     block: int = 1
     rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        check_name("plain", "dtype", self.dtype, tuple(_UNIT_ROUNDOFF))
+        check_name("plain", "rounding", self.rounding, ("nearest",))
+        if self.block != 1:
+            raise ValueError(f"plain(block={self.block!r}): there are no scales; leave block out")
 
     @property
     def is_lossy(self) -> bool:
@@ -78,8 +85,7 @@ class Plain(Codec):
         kernels: bool = True,
     ) -> jax.Array:
         """Decodes slots: see `Codec.decode`."""
-        self.check_dtype(dtype)
-        self.check_wire(wire, elements)
+        self.check_decode(wire, elements, dtype)
         values = lax.bitcast_convert_type(wire[..., :elements], jnp.dtype(self.dtype))
         return values.astype(jnp.float32)
 
