@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from xcoll import codecs
 from xcoll.algorithms import part_of
-from xcoll.codecs import Codec
+from xcoll.codecs import Codec, FixedPoint
 from xcoll.costmodel import operands, payload_elements
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice, Policy
@@ -60,6 +60,8 @@ def compress(request: Request, stages: Sequence[Stage], policy: Policy) -> tuple
     if shared is not None and shared.integers is not None:
         if request.collective in MOVES:
             return f"{shared} is for sums: a {request.collective} has nothing to add up"
+        if isinstance(shared, FixedPoint) and (why := shared.why_not(request.num_ranks)):
+            return f"{shared} {why}"
         return tuple(replace(stage, codec=shared) for stage in stages)
     out: list[Stage] = []
     for stage in stages:
@@ -85,6 +87,8 @@ def _encoded(stage: Stage, codec: Codec) -> list[Stage] | str:
     if collective in MOVES:
         choice = DIRECT if name == "native" else stage.choice
         return [replace(stage, choice=choice, codec=codec)]
+    if name == "recursive_doubling" and collective == "all_reduce" and codec.needs_key:
+        return "recursive_doubling rounds one sum on several ranks, which must not differ by chance"
     is_one_shot = dict(stage.choice.options).get("shots", 2) == 1
     if collective == "all_reduce" and (name == "recursive_doubling" or is_one_shot):
         return [replace(stage, codec=codec)]

@@ -272,7 +272,9 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if type(value) not in (inner or (kind,)):
         names = " or ".join(t.__name__ for t in inner or (kind,))
         raise ValueError(f"{where}: {names} is expected, not {value!r}")
-    if isinstance(value, int | float) and not 0 <= value < math.inf:
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{where}: must not be negative, but is {value}")
+    if isinstance(value, float) and not 0 <= value < math.inf:
         raise ValueError(f"{where}: must be finite and not negative, but is {value}")
     return value
 

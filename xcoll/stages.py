@@ -13,6 +13,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from xcoll import _compat, payload
+from xcoll.codecs import FixedPoint
 from xcoll.compress import KERNELS
 from xcoll.costmodel import block_of, carried
 from xcoll.encoded import permute, two_shot
@@ -105,9 +106,9 @@ def carry_out(
     if key is not None:
         key = jax.random.fold_in(key, jax.lax.axis_index(request.axes))
     codec, scales = plan.stages[0].codec, None
-    if codec is not None and codec.integers is not None:
+    if isinstance(codec, FixedPoint):
         scales = jax.lax.pmax(jnp.stack([codec.magnitude(x) for x in xs]), request.axes)
-        xs = [codec.to_integers(x, n, scales[i], key) for i, x in enumerate(xs)]
+        xs = [codec.to_integers(x, n, scales[i], key, dtype=dtype) for i, x in enumerate(xs)]
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
     block = block_of(plan.stages)
     sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
@@ -119,9 +120,12 @@ def carry_out(
         result = jnp.where(is_root, result, jnp.zeros_like(result))
     elements = [payload.row_elements(collective, shape, n) for shape in shapes]
     parts = payload.unpack(result, elements, block)
-    if scales is not None:
-        assert codec is not None
-        parts = [codec.from_integers(p, n, scales[i], dtype) for i, p in enumerate(parts)]
+    if isinstance(codec, FixedPoint):
+        assert scales is not None
+        parts = [
+            codec.from_integers(part, n, scales[i], dtype=dtype).astype(dtype)
+            for i, part in enumerate(parts)
+        ]
     return [
         payload.from_rows(collective, p, part, shape, n)
         for p, part, shape in zip(params, parts, shapes, strict=True)
