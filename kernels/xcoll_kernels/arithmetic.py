@@ -91,6 +91,18 @@ def value(codes: Any, exponent: Any, *, saturate: float) -> Any:
     return jnp.where(exponent == NAN_EXPONENT, jnp.nan, clipped)
 
 
+def float16_value(half_bits: Any) -> Any:
+    """Returns as float32 what the int16 bits of float16 stand for: Mosaic has no float16."""
+    wide = half_bits.astype(jnp.int32)
+    magnitude = wide & 0x7FFF
+    normal = lax.bitcast_convert_type((magnitude << 13) + (112 << 23), jnp.float32)
+    special = lax.bitcast_convert_type((magnitude << 13) | 0x7F800000, jnp.float32)
+    subnormal = magnitude.astype(jnp.float32) * 2.0**-24
+    value = jnp.where(magnitude < 0x0400, subnormal, normal)
+    value = jnp.where(magnitude < 0x7C00, value, special)
+    return jnp.where(wide < 0, -value, value)
+
+
 def low_nibble(packed: Any) -> Any:
     """Returns the signed value of the low four bits of an int32."""
     return (packed << 28) >> 28
