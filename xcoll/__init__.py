@@ -10,6 +10,7 @@ Every collective is found, planned per mesh axis, rewritten where that helps, an
 from xcoll import algorithms as algorithms
 from xcoll import aot as aot
 from xcoll import codecs as codecs
+from xcoll import gradients as gradients
 from xcoll import hlo as hlo
 from xcoll.collectives import all_gather as all_gather
 from xcoll.collectives import all_to_all as all_to_all

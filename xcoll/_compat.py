@@ -199,6 +199,63 @@ def lowering_platform(lowering_context: Any) -> str:
     return "gpu" if platforms[0] in ("cuda", "rocm", "gpu") else str(platforms[0])
 
 
+# fmt: off
+_LOWERED_ELEMENTWISE = frozenset(f"stablehlo.{name}" for name in (
+    "abs", "add", "and", "cbrt", "ceil", "clamp", "convert", "cosine", "divide", "exponential",
+    "exponential_minus_one", "floor", "log", "log_plus_one", "logistic", "maximum", "minimum",
+    "multiply", "negate", "not", "or", "power", "reduce_precision", "remainder",
+    "round_nearest_even", "rsqrt", "select", "sign", "sine", "sqrt", "subtract", "tanh", "xor",
+))
+# fmt: on
+
+
+def lowered_cut(value: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Returns the mesh axes that each dimension of a lowered value is divided over, if it is known.
+
+    Known is what `jax.lax.with_sharding_constraint` made in the same function, and what was made of
+    it element by element. A jaxpr does not say it of values that come from outside of it.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    done: dict[Any, Any] = {}
+
+    def cut(value: Any, depth: int) -> Any:
+        if value not in done:
+            done[value] = step(value, depth) if depth < 200 else None
+        return done[value]
+
+    def step(value: Any, depth: int) -> Any:
+        """The cut, None, or "any" for what has the same element everywhere."""
+        op = value.owner
+        if not isinstance(op, ir.OpView | ir.Operation):
+            return None  # The argument of a function.
+        if op.name == "stablehlo.constant" or (
+            op.name == "stablehlo.broadcast_in_dim" and not op.operands[0].type.shape
+        ):
+            return "any"
+        if op.name == "sdy.sharding_constraint":
+            dimensions = sdy.TensorShardingAttr(op.attributes["sharding"]).dimension_shardings
+            parsed = [sdy.DimensionShardingAttr(d) for d in dimensions]
+            axes = [[sdy.AxisRefAttr(axis) for axis in d.axes] for d in parsed]
+            if not all(d.is_closed for d in parsed):
+                return (
+                    None if any(axes) else cut(op.operands[0], depth + 1)
+                )  # Open: it says nothing.
+            if any(axis.sub_axis_info is not None for names in axes for axis in names):
+                return None
+            return tuple(tuple(axis.name for axis in names) for names in axes)
+        if op.name not in _LOWERED_ELEMENTWISE:
+            return None
+        shape = value.type.shape
+        cuts = {cut(v, depth + 1) for v in op.operands if v.type.shape == shape}
+        cuts = cuts - {"any"} or cuts
+        return cuts.pop() if len(cuts) == 1 else None
+
+    found = cut(value, 0) if isinstance(value, ir.Value) else None
+    return None if found == "any" else found
+
+
 def jit_options(fn: Any) -> dict[str, Any]:
     """Returns the arguments that made a jitted function, to give to `jax.jit` once more."""
     info = fn._jit_info

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
+from xcoll.nesting import Nest
 from xcoll.plan import Plan
 from xcoll.sites import operand_bytes, read
 from xcoll.stages import Member, stages_p
@@ -66,14 +67,19 @@ def cut_groups(
 
 
 def pack_equations(
-    eqns: list[core.JaxprEqn], plan: Plan, mesh_axes: tuple[str, ...], key: Any = None
+    eqns: list[core.JaxprEqn],
+    plan: Plan,
+    mesh_axes: tuple[str, ...],
+    nest: Nest | None = None,
+    key: Any = None,
 ) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects.
 
     Args:
-      eqns: the equations.
-      plan: what they do together.
-      mesh_axes: the mesh's axes, in its order.
+      eqns: what it replaces.
+      plan: what it does.
+      mesh_axes: the manual axes, in the mesh's order.
+      nest: how the distinct operands are cut over axes that the partitioner owns, if there are any.
       key: variable of the PRNG key of stochastic rounding, if there is one.
     """
     once, copies = distinct(eqns)
@@ -82,7 +88,7 @@ def pack_equations(
         [*(e.invars[0] for e in once), *([] if key is None else [key])],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes),
+        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes, nest=nest),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,

@@ -61,18 +61,19 @@ def _eager(*args: Any, **params: Any) -> Sequence[Any]:
 
 
 def _lower(ctx: Any, *args: Any, call_jaxpr: core.Jaxpr, region: Region) -> Any:
-    edited = _plan(ctx, call_jaxpr, region)
+    edited = _plan(ctx, call_jaxpr, region, args)
     return mlir.core_call_lowering(ctx, *args, name=REGION, call_jaxpr=edited)
 
 
-def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region) -> core.Jaxpr:
+def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region, operands: Sequence[Any]) -> core.Jaxpr:
     mesh, manual, devices = _compat.manual_context(ctx)
     hardware = Hardware(region.topology, _compat.lowering_platform(ctx), devices)
     scope = Scope(source=_compat.lowering_source(ctx))
     if mesh is not None and not mesh.empty:
         scope = scope_of_mesh(mesh, manual, scope)
     rewriter = Rewriter(region.policy, hardware, region.strict)
-    edited = rewriter.run(jaxpr, scope)
+    cuts = [_compat.lowered_cut(v) for v in operands] if scope.auto_axes else ()
+    edited = rewriter.run(jaxpr, scope, cuts)
     report = rewriter.report()
     _agree(report, hardware)
     if region.sink is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat, marks
+from xcoll.cuts import Cut, Cuts
 from xcoll.errors import UnknownAxisError, XcollWarning, unknown
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
@@ -59,6 +60,7 @@ class Rewriter:
         to keep it native, that the policy's algorithm cannot do it.
       sites: filled with every collective found.
       warnings: filled with what its author is likely not to want.
+      cuts: what is known of how operands are cut over axes that are the partitioner's.
     """
 
     policy: Policy
@@ -66,15 +68,23 @@ class Rewriter:
     strict: str | None = None
     sites: list[Site] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    cuts: Cuts = field(default_factory=Cuts)
     _done: dict[tuple[int, Scope], core.Jaxpr] = field(default_factory=dict)
     _alive: list[core.Jaxpr] = field(default_factory=list)
     _num_groups: int = 0
 
-    def run(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
-        """Rewrites a whole program, and warns of what its author is likely not to want."""
+    def run(self, jaxpr: core.Jaxpr, scope: Scope, inputs: Sequence[Cut | None] = ()) -> core.Jaxpr:
+        """Rewrites a whole program, and warns of what its author is likely not to want.
+
+        Args:
+          jaxpr: the program.
+          scope: where it stands.
+          inputs: how its inputs are cut over axes that are the partitioner's, where it is known.
+        """
         for text in find_hints(jaxpr, scope):
             self.warnings.append(text)
             warnings.warn(text, XcollWarning, stacklevel=2)
+        self.cuts = Cuts(jaxpr, scope, inputs)
         return self.rewrite(jaxpr, scope)
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
@@ -91,7 +101,7 @@ class Rewriter:
             if spec is None:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
-            policy = self._policy_of(eqn, marked)
+            policy = self._policy_of(eqn, marked, scope)
             reason = self._why_kept(eqn, spec, scope, policy)
             if reason is not None:
                 found[index] = [self._keep(eqn, spec, scope, reason)]
@@ -101,12 +111,18 @@ class Rewriter:
         for (spec, _, _, policy, _), indices in cut_groups(groups, jaxpr):
             eqns = [jaxpr.eqns[i] for i in indices]
             plan, number, sent = self._plan(eqns, spec, scope, policy)
-            key = self._key_of(plan, eqns, marked, spec)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
-                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent)]
+                held = self.cuts.operand_bytes(eqn, scope)
+                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent, held)]
             if not plan.is_native:
-                new_eqns[indices[-1]] = pack_equations(eqns, plan, tuple(scope.sizes()), key)
+                new_eqns[indices[-1]] = pack_equations(
+                    eqns,
+                    plan,
+                    tuple(scope.sizes()),
+                    self.cuts.group(distinct(eqns)[0], spec, scope),
+                    self._key_of(plan, eqns, marked, spec),
+                )
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
@@ -149,7 +165,7 @@ class Rewriter:
             region = dataclasses.replace(region, topology=self.hardware.given)
             eqn = eqn.replace(params={**eqn.params, "region": region})
         hardware = Hardware(region.topology, self.hardware.platform, self.hardware.devices)
-        inner = Rewriter(region.policy, hardware, region.strict)
+        inner = Rewriter(region.policy, hardware, region.strict, cuts=self.cuts)
         for _, _, body, within in enter(eqn, scope):
             inner.rewrite(body, within)
         firsts = {id(group[0]) for group in inner.report().groups()}
@@ -171,12 +187,16 @@ class Rewriter:
             self._alive.append(jaxpr)
         return self._done[key]
 
-    def _policy_of(self, eqn: core.JaxprEqn, marked: Mapping[Any, marks.Mark]) -> Policy:
+    def _policy_of(
+        self, eqn: core.JaxprEqn, marked: Mapping[Any, marks.Mark], scope: Scope
+    ) -> Policy:
         """Returns what is permitted for a site: exact where differentiation added it, or small."""
         if not self.policy.is_lossy:
             return self.policy
         policy = self.policy if eqn.invars[:1] and eqn.invars[0] in marked else self._derived
-        small = policy.is_lossy and operand_bytes(eqn) < policy.lossy_min_bytes()
+        if not policy.is_lossy:
+            return policy
+        small = self.cuts.operand_bytes(eqn, scope) < policy.lossy_min_bytes()
         return policy.exact() if small else policy
 
     @functools.cached_property
@@ -216,20 +236,20 @@ class Rewriter:
             spec.kept_reason == PERMUTATION and policy.narrowed(spec.name).is_lossy
         ):
             return spec.kept_reason
-        if scope.auto_axes:
-            return (
-                f"the partitioner owns mesh axes {', '.join(scope.auto_axes)} here, and cutting the"
-                " operand could make it gather over them"
-            )
         if not is_plain(operand.dtype):
             return f"dtype {operand.dtype} cannot be cut into bytes"
         if is_symbolic(operand.shape):
             return f"shape {operand.shape} is symbolic, and its bytes are not known"
         if operand.size == 0:
             return EMPTY
-        if operand_bytes(eqn) < (self.policy.min_bytes or 0):
+        if (reason := self.cuts.why_not(eqn, spec, scope)) is not None:
+            return reason
+        held = self.cuts.operand_bytes(eqn, scope)
+        if held < (self.policy.min_bytes or 0):
             return f"{TOO_SMALL}={self.policy.min_bytes}"
-        if self.policy.where is not None and not self.policy.where(_site(eqn, spec, scope)):
+        if self.policy.where is not None and not self.policy.where(
+            _site(eqn, spec, scope, num_bytes=held)
+        ):
             return NOT_SELECTED
         return None
 
@@ -300,7 +320,7 @@ class Rewriter:
             axis_sizes=tuple(sizes[a] for a in spec.axes),
             dtype=str(dtype),
             itemsize=dtype.itemsize,
-            shapes=tuple(tuple(operand_type(e).shape) for e in eqns),
+            shapes=tuple(self.cuts.local_shape(e, scope) for e in eqns),
             platform=self.hardware.platform,
             root=spec.root,
             pairs=pairs_of(eqns[0]),
@@ -336,12 +356,13 @@ def _site(
     plan: Plan | None = None,
     group: int | None = None,
     sent: Sent | None = None,
+    num_bytes: int | None = None,
 ) -> Site:
     return Site(
         collective=spec.name,
         axes=spec.axes,
         dtype=str(getattr(operand_type(eqn), "dtype", "none")) if eqn.invars else "none",
-        num_bytes=operand_bytes(eqn),
+        num_bytes=operand_bytes(eqn) if num_bytes is None else num_bytes,
         source=_compat.source_line(eqn) or scope.source or "unknown",
         group=group,
         plan=plan,

@@ -18,6 +18,7 @@ from xcoll.compress import KERNELS
 from xcoll.costmodel import block_of, carried
 from xcoll.encoded import permute, two_shot
 from xcoll.lower import cut_rows, run_stage
+from xcoll.nesting import Nest
 from xcoll.plan import Plan, Request, Span
 from xcoll.ranks import Ranks
 from xcoll.schedule import slot_elements
@@ -48,6 +49,7 @@ def _abstract_eval(
     members: tuple[Member, ...],
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
+    nest: Nest | None,
 ) -> Any:
     outs, effects = [], set()
     # A key may stand behind the operands.
@@ -65,11 +67,16 @@ def _lower(
     members: tuple[Member, ...],
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
+    nest: Nest | None,
 ) -> Any:
-    def implementation(*xs: jax.Array) -> list[jax.Array]:
-        operands, key = list(xs[: len(members)]), (xs[len(members) :] or (None,))[0]
+    def run(*xs: jax.Array) -> list[jax.Array]:
+        # A key may stand behind the operands.
+        operands, key = list(xs[: len(members)]), (*xs[len(members) :], None)[0]
         params = [dict(m.params) for m in members]
-        out = carry_out(plan, params, mesh_axes, operands, key)
+        return carry_out(plan, params, mesh_axes, operands, key)
+
+    def implementation(*xs: jax.Array) -> list[jax.Array]:
+        out = run(*xs) if nest is None else nest.wrap(run)(*xs)
         return [out[i] for i in copies]
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.

@@ -33,14 +33,15 @@ def tpu_exponent_rows(*, num_blocks: int, block: int) -> int:
     A multiple of 8 (a tile of memory has 8 rows), or all rows there are.
     """
     rows = -(-num_blocks // LANES)
-    return min(rows, max(8, _TPU_TILE // (LANES * block)))
+    return min(rows, max(1, _TPU_TILE // (LANES * block * 8)) * 8)
 
 
-def gpu_blocks(*, block: int) -> int:
-    """Returns the blocks, a power of two, of one program of a GPU kernel."""
-    return max(1, _GPU_TILE // block)
+def gpu_blocks(*, num_blocks: int, block: int) -> int:
+    """Returns the blocks, a power of two and at most ``num_blocks``, of one GPU program."""
+    return 1 << (min(num_blocks, max(1, _GPU_TILE // block)).bit_length() - 1)
 
 
-def gpu_warps(*, block: int) -> int:
-    """Returns the warps of 32 threads of one program of a GPU kernel."""
-    return min(8, max(1, gpu_blocks(block=block) * block // _GPU_WARP_ELEMENTS))
+def gpu_warps(*, num_blocks: int, block: int) -> int:
+    """Returns the warps of 32 threads of one GPU program."""
+    elements = gpu_blocks(num_blocks=num_blocks, block=block) * block
+    return max(1, elements // _GPU_WARP_ELEMENTS)

@@ -24,8 +24,8 @@ from xcoll_kernels.tpu import kernels, units
 LANES = tiling.LANES
 
 
-def why_not(*, num_blocks: int, block: int, bits: int) -> str | None:
-    """Says why these kernels do not take blocks of that size, or returns None."""
+def why_not(*, num_blocks: int, block: int, bits: int, num_ranks: int = 1) -> str | None:
+    """Says why these kernels do not take blocks of that size, or returns None: any number does."""
     if block > tiling.TPU_MAX_BLOCK:
         return f"TPU kernels take blocks of up to {tiling.TPU_MAX_BLOCK} elements, not {block}"
     found = units.unit(block=block, bits=bits)
@@ -167,7 +167,7 @@ def _encoded(
         ],
         scratch_shapes=[*scratch, _wide(tile), _exponents(tile)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *("arbitrary" for _ in ranks))
+            dimension_semantics=("parallel", "arbitrary") if ranks else ("parallel",)
         ),
         interpret=interpret,
         name=f"xcoll_{kernel.__name__}",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -143,13 +144,14 @@ def reduce_and_quantize(
 
 
 def _for_each(tile: Tile, chunk: Callable[[Any], None]) -> None:
-    lax.fori_loop(0, tile.chunks, lambda index, _: chunk(index), None)
+    # Bounds of int32 whatever jax_enable_x64 says: there is no int64 in a kernel.
+    lax.fori_loop(np.int32(0), np.int32(tile.chunks), lambda index, _: chunk(index), None)
 
 
 def _load_values(x: Any, values: Any, index: Any, tile: Tile) -> list[Any]:
     """Returns a chunk's planes of float32."""
     u = tile.unit
-    start = pl.multiple_of(index * u.chunk_rows, 32)
+    start: Any = pl.multiple_of(index * u.chunk_rows, 32)
     if x.dtype != jnp.float32:
         chunk = x[pl.ds(start, u.chunk_rows), :]
         values[...] = (

@@ -166,14 +166,14 @@ def _as_row(columns: Sequence[Any], u: Unit) -> Any:
     for index in range(1, u.blocks):
         spread = jnp.where(lane % u.blocks == index, columns[index], spread)
     wanted = lane // u.blocks == _sublane(u)
-    return jnp.sum(jnp.where(wanted, spread, 0), axis=0, keepdims=True)
+    return jnp.sum(jnp.where(wanted, spread, 0), axis=0, keepdims=True, dtype=jnp.int32)
 
 
 def _as_columns(row: Any, u: Unit) -> list[Any]:
     """Turns a row ``[1, 128]`` back into columns ``[units, 1]``, in the same way."""
     lane, first = _lane(u), _sublane(u) * u.blocks
     return [
-        jnp.sum(jnp.where(lane == first + index, row, 0), axis=1, keepdims=True)
+        jnp.sum(jnp.where(lane == first + index, row, 0), axis=1, keepdims=True, dtype=jnp.int32)
         for index in range(u.blocks)
     ]
 

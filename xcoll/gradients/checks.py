@@ -1,0 +1,66 @@
+"""Whether a state and the gradients it meets belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from xcoll.gradients.compressor import Feedback
+from xcoll.gradients.leaves import Leaf
+from xcoll.gradients.per_rank import PerRank
+
+
+def check_feedback_of(state: Feedback, leaves: Sequence[Leaf], sizes: Mapping[str, int]) -> None:
+    """Checks that a bucket's state is of these gradients, on these ranks.
+
+    Args:
+      state: the state, inside `jax.shard_map`.
+      leaves: the leaves of the gradients.
+      sizes: size of each axis that is summed over.
+
+    Raises:
+      ValueError: it is not; both shapes are shown.
+    """
+    layout = state.layout
+    for position, name, shape in zip(layout.leaves, layout.names, layout.shapes, strict=True):
+        if position >= len(leaves):
+            raise ValueError(
+                f"sync: the feedback state has {name} of shape {shape}, the gradients have"
+                f" {len(leaves)} leaves and not that one; init with parameters of the gradients'"
+                " structure"
+            )
+        leaf = leaves[position]
+        if leaf.shape != shape:
+            raise ValueError(
+                f"sync: the feedback state of {name} has shape {shape}, the gradient {leaf.name}"
+                f" has shape {leaf.shape}; init with parameters of the gradients' shapes (inside"
+                " jax.shard_map, where they are cut over mesh axes)"
+            )
+        other = sorted(leaf.varying - set(layout.axis_names))
+        if other:
+            raise ValueError(
+                f"sync: the gradient {leaf.name} varies over {other}, but the feedback state has"
+                f" ranks over {layout.axis_names} only; call init inside jax.shard_map, with the"
+                " parameters as they are there"
+            )
+    of_state = {axis: size for axis, size in layout.axes if axis in sizes}
+    if of_state != dict(sizes):
+        raise ValueError(
+            f"sync: the feedback state is of ranks {of_state}, the mesh has {dict(sizes)}; use"
+            " gradients.reshard_residual"
+        )
+    expected = {"contributed": layout.padded, "reduced": layout.block and layout.share}
+    for name, elements in expected.items():
+        array: PerRank | None = getattr(state, name)
+        if array is not None:
+            _check_own(name, array, (elements,))
+    for factor in state.factors:
+        _check_own("factors", factor, factor.value.shape[1:])
+
+
+def _check_own(name: str, array: PerRank, shape: tuple[int, ...]) -> None:
+    if array.value.shape != (1, *shape):
+        raise ValueError(
+            f"sync: {name} of the feedback state has shape {array.value.shape} inside"
+            f" jax.shard_map, where a rank's own has {(1, *shape)}; give the state the specs of"
+            " gradients.state_specs in in_specs and out_specs"
+        )
