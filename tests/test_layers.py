@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "units", "_compat"),
-    ("policy", "topology", "hardware", "codecs"),
+    ("names", "codecs", "permits", "policy", "topology", "hardware"),
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
@@ -25,8 +25,8 @@ LAYERS = (
         "simulate",
         "aot",
     ),
-    ("roundoff", "candidates", "forced", "planner"),
-    ("indexing", "lower", "payload", "nesting", "stages", "meshes", "agreement"),
+    ("roundoff", "precision", "candidates", "compress", "forced", "options", "planner"),
+    ("indexing", "wire", "encoded", "lower", "payload", "nesting", "stages", "meshes", "agreement"),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
     ("traffic", "sites", "marks", "cuts", "hints", "grouping", "rewrite", "primitives", "report"),
     ("calls", "collectives", "rooted"),

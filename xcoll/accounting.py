@@ -5,10 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from xcoll.costmodel import Operand, operands, stage_form
+from xcoll.costmodel import (
+    Operand,
+    carried,
+    operands,
+    payload_elements,
+    stage_form,
+    wire_slot,
+)
 from xcoll.emitted import (
     EXACT_MAX_RANKS,
     MAX_PERMUTES,
@@ -65,6 +73,7 @@ def wire_bytes(
     """
     if request.num_ranks == 1:
         return tuple((axis, 0) for axis in request.axes)
+    request = carried(request, stages)
     sent = traffic(request, stages, topology)
     if sent is None:
         totals = dict.fromkeys(request.axes, 0)
@@ -93,6 +102,7 @@ def traffic(
     """
     if not _is_counted(request, stages):
         return None
+    request = carried(request, stages)
     sent = np.zeros((len(request.axes), request.num_ranks), np.int64)
     if _is_native(stages):
         for part in plain(request, stages[0].span, topology):
@@ -101,13 +111,17 @@ def traffic(
         for stage, operand in _cut(request, stages):
             if stage.span.num_ranks == 1:
                 continue
-            emitted, slot = emitted_by(stage, request.root), operand.slot_elements
+            emitted = emitted_by(stage, request)
+            slot, dtype, itemsize = _slot(request, stage, operand)
             assert emitted.moved is not None
-            moved = emitted.moved * slot * request.itemsize * request.num_ranks
+            moved = emitted.moved * slot * itemsize * request.num_ranks
             sent += _traffic(request, stage.span, moved)
             for collective, slots in emitted.natives:
-                for part in inside(request, stage.span, collective, slots, slot, topology):
+                on_wire = replace(request, dtype=dtype, itemsize=itemsize)
+                for part in inside(on_wire, stage.span, collective, slots, slot, topology):
                     sent += _native_traffic(request, stage.span, part)
+    for part in _shared_scale(request, stages):
+        sent += _native_traffic(request, whole_span_of(request), part)
     return sent
 
 
@@ -116,11 +130,27 @@ def _is_counted(request: Request, stages: Sequence[Stage]) -> bool:
 
 
 def _is_native(stages: Sequence[Stage]) -> bool:
-    return len(stages) == 1 and stages[0].choice.name == "native"
+    return len(stages) == 1 and stages[0].choice.name == "native" and stages[0].codec is None
 
 
 def _cut(request: Request, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Operand]]:
-    return zip(stages, operands(request.collective, stages, request.num_elements), strict=True)
+    elements = payload_elements(request, stages)
+    return zip(stages, operands(request.collective, stages, elements), strict=True)
+
+
+def _slot(request: Request, stage: Stage, operand: Operand) -> tuple[int, str, int]:
+    return wire_slot(stage, operand.slot_elements, request.dtype, request.itemsize)
+
+
+def _shared_scale(request: Request, stages: Sequence[Stage]) -> Iterator[Part]:
+    """Yields the all-reduce that finds one scale for all ranks: a float32 a site."""
+    if stages[0].codec is not None and stages[0].codec.integers is not None:
+        yield Part(HLO_KIND["all_reduce"], 4 * len(request.shapes))
+
+
+def whole_span_of(request: Request) -> Span:
+    """Returns the span of all ranks of a request."""
+    return Span(request.axes, request.num_ranks, 1)
 
 
 def _operations(
@@ -134,14 +164,19 @@ def _operations(
         for part in plain(request, span, topology):
             yield part, _axes(span, part), 1
         return
+    for part in _shared_scale(request, stages):
+        yield part, request.axes, 1
+    request = carried(request, stages)
     for stage, operand in _cut(request, stages):
         if stage.span.num_ranks > 1:
-            emitted, slot = emitted_by(stage, request.root), operand.slot_elements
+            emitted = emitted_by(stage, request)
+            slot, dtype, itemsize = _slot(request, stage, operand)
             for slots, pairs, count in emitted.permutes:
                 moved = _moved_axes(request, stage.span, pairs)
-                yield Part(HLO_KIND["permute"], slots * slot * request.itemsize), moved, count
+                yield Part(HLO_KIND["permute"], slots * slot * itemsize), moved, count
             for collective, slots in emitted.natives:
-                for part in inside(request, stage.span, collective, slots, slot, topology):
+                on_wire = replace(request, dtype=dtype, itemsize=itemsize)
+                for part in inside(on_wire, stage.span, collective, slots, slot, topology):
                     yield part, _axes(stage.span, part), 1
 
 
@@ -241,14 +276,20 @@ def _bounds(
         for part in plain(request, stages[0].span, topology):
             yield stages[0].span, part, 1, 1
         return
+    for part in _shared_scale(request, stages):
+        yield whole_span_of(request), part, 1, 1
     for stage, operand in _cut(request, stages):
-        slot = operand.slot_elements
+        slot, dtype, itemsize = _slot(request, stage, operand)
+        if stage.collective == "permute":
+            yield stage.span, Part(HLO_KIND["permute"], slot * itemsize), 1, 1
+            continue
+        on_wire = replace(request, dtype=dtype, itemsize=itemsize)
         for phase in stage_form(stage).phases:
             if phase.kind == "permute":
-                part = Part(HLO_KIND[phase.kind], phase.slots * slot * request.itemsize)
+                part = Part(HLO_KIND[phase.kind], phase.slots * slot * itemsize)
                 yield stage.span, part, phase.steps * phase.lanes, phase.distance
             elif phase.kind != "fold":
-                for part in inside(request, stage.span, phase.kind, phase.slots, slot, topology):
+                for part in inside(on_wire, stage.span, phase.kind, phase.slots, slot, topology):
                     yield stage.span, part, phase.steps * phase.lanes, phase.distance
 
 

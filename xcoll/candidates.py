@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 
 from xcoll.algorithms import ALGORITHMS, part_of
-from xcoll.costmodel import Operand, operands
+from xcoll.costmodel import Operand, carried, operands, payload_elements
 from xcoll.emitted import MAX_PERMUTES, permutes_in_program
 from xcoll.libtpu import cannot, undone
 from xcoll.loads import span_digits
@@ -273,6 +273,19 @@ def barred(request: Request, topology: Topology, stages: Sequence[Stage]) -> str
     return next(iter(undone_stages(request, topology, stages).values()), None)
 
 
+def describe(collective: str, stages: Sequence[Stage]) -> str:
+    """Returns how a plan reads: its stage, or a hierarchy of them, innermost first."""
+    parts = list(stages)
+    if collective == "all_reduce":
+        # What was scattered is gathered again by the same levels.
+        parts = [stage for stage in stages if stage.collective != "all_gather"]
+    if collective == "all_gather":
+        parts.reverse()
+    if len(parts) == 1:
+        return str(parts[0])
+    return f"hierarchical({', '.join(map(str, parts))})"
+
+
 def undone_stages(request: Request, topology: Topology, stages: Sequence[Stage]) -> dict[int, str]:
     """Returns the stages that XLA:TPU would turn from a reduce-scatter into an all-reduce.
 
@@ -285,9 +298,10 @@ def undone_stages(request: Request, topology: Topology, stages: Sequence[Stage])
     cut: list[Operand] = []
     for position, stage in enumerate(stages):
         if stage.collective == "reduce_scatter" and stage.choice == NATIVE:
-            cut = cut or operands(request.collective, stages, request.num_elements)
+            elements = payload_elements(request, stages)
+            cut = cut or operands(request.collective, stages, elements)
             digits = span_digits(topology, stage.span)
-            reason = undone(request.dtype, digits, cut[position].slot_elements)
+            reason = undone(carried(request, stages).dtype, digits, cut[position].slot_elements)
             if reason is not None:
                 found[position] = reason
     return found

@@ -14,16 +14,17 @@ References:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
-from xcoll.plan import Stage
+from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
-from xcoll.schedule import ClosedForm, ShuffleStep, slot_elements
+from xcoll.schedule import SCATTERED, ClosedForm, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
 
 NATIVE_AS = {
@@ -60,6 +61,46 @@ def carried_itemsize(dtype: str, itemsize: int, platform: str) -> int:
     return 2 if dtype.startswith("float8") else itemsize
 
 
+def block_of(stages: Sequence[Stage]) -> int:
+    """Returns the elements of the blocks that a plan's payload is made of; 1 without codecs."""
+    return math.lcm(*(max(1, stage.codec.block) for stage in stages if stage.codec is not None))
+
+
+def carried(request: Request, stages: Sequence[Stage]) -> Request:
+    """Returns the request as its stages see it: integers, where a codec turns the payload to them.
+
+    Sums of fixed-point numbers are sums of integers, by any algorithm.
+    """
+    integers = stages[0].codec.integers if stages[0].codec is not None else None
+    if integers is None:
+        return request
+    return replace(request, dtype=integers, itemsize=int(integers.removeprefix("int")) // 8)
+
+
+def payload_elements(request: Request, stages: Sequence[Stage]) -> int:
+    """Returns the elements of a group's packed payload: each site is whole blocks."""
+    block = block_of(stages)
+    if block == 1:
+        return request.num_elements
+    rows = request.num_ranks if request.collective in SCATTERED else 1
+    return sum(-(-math.prod(s) // rows // block) * block * rows for s in request.shapes)
+
+
+def wire_slot(stage: Stage, slot_elements: int, dtype: str, itemsize: int) -> tuple[int, str, int]:
+    """Returns items, dtype and bytes of an item with which a slot travels.
+
+    Args:
+      stage: the stage.
+      slot_elements: elements of the slot.
+      dtype: of the payload.
+      itemsize: of the payload, in bytes.
+    """
+    codec = stage.codec
+    if codec is None or codec.integers is not None:
+        return slot_elements, dtype, itemsize
+    return codec.wire_items(slot_elements), codec.wire_dtype, codec.wire_itemsize
+
+
 @dataclass(frozen=True)
 class Operand:
     """The payload that enters a stage, as the lowering cuts and pads it.
@@ -83,26 +124,29 @@ def operands(collective: str, stages: Sequence[Stage], num_elements: int) -> lis
     """
     out: list[Operand] = []
     entered: list[int] = []
+    block = block_of(stages)
     for stage in stages:
         ranks = stage.span.num_ranks
-        num_slots = stage_form(stage).num_slots
+        num_slots = 1 if stage.collective == "permute" else stage_form(stage).num_slots
         share = max(1, num_slots // ranks)
         part = stage.collective
         if part in ("all_gather", "gather"):
-            slot, left = slot_elements(num_elements, share), num_elements * ranks
+            slot, left = slot_elements(num_elements, share, block), num_elements * ranks
             if collective == "all_reduce" and entered:
                 left = entered.pop()
         elif part in ("all_reduce", "broadcast", "reduce"):
             slots = 1 if enters_own(stage.choice, part) else num_slots
-            slot, left = slot_elements(num_elements, slots), num_elements
+            slot, left = slot_elements(num_elements, slots, block), num_elements
+        elif part == "permute":
+            slot, left = slot_elements(num_elements, 1, block), num_elements
         elif part == "reduce_scatter" and collective == "all_reduce":
             # Inside an all-reduce the shares need not be whole rows: any cut will do.
             entered.append(num_elements)
-            slot = slot_elements(num_elements, num_slots)
+            slot = slot_elements(num_elements, num_slots, block)
             left = slot * share
         else:
             row = num_elements // ranks
-            slot = slot_elements(row, share)
+            slot = slot_elements(row, share, block)
             left = num_elements if part == "all_to_all" else row
         out.append(Operand(num_elements, slot))
         num_elements = left
@@ -168,10 +212,17 @@ class Pricer:
             collective = native_as(stage.collective, device.platform)
             num_bytes = operand.num_elements * self._itemsize_in(collective)
             return native_ps(device, shape.digits, collective, num_bytes)
-        slot_bytes = operand.slot_elements * self.itemsize
+        items, _, itemsize = wire_slot(stage, operand.slot_elements, "", self.itemsize)
+        slot_bytes = items * itemsize
         time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
+        is_encoded = stage.codec is not None and stage.codec.integers is None
+        if is_encoded:
+            passes = shape.encode_passes * operand.slot_elements * _WIDE_BYTES
+            time = transfer_ps(passes, device.copy_bytes_per_s)
         for collective, slots in shape.natives:
-            num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
+            num_bytes = slots * slot_bytes
+            if not is_encoded:
+                num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
             time += native_ps(device, shape.digits, collective, num_bytes)
         return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
 
@@ -188,10 +239,13 @@ class _Shape:
       local_slots: slots that are folded or reordered by the device alone.
       natives: XLA's collectives in it, and the slots of their operands.
       loads: its permutes.
+      encode_passes: slots that a codec reads or writes in full, where there is one: two passes to
+        encode (the largest magnitude first), one to decode.
     """
 
     digits: tuple[Digit, ...]
     local_slots: int
+    encode_passes: int
     natives: tuple[tuple[str, int], ...]
     loads: tuple[Load, ...]
 
@@ -204,13 +258,16 @@ def _shapes_on(topology: Topology) -> dict[Stage, _Shape]:
 
 def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     digits = span_digits(topology, stage.span)
+    if stage.collective == "permute":
+        return _Shape(digits, 0, 3, (("permute", 1),), ())
     if stage.choice.name == "native":
-        return _Shape(digits, 0, (), ())
+        return _Shape(digits, 0, 0, (), ())
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
     return _Shape(
         digits=digits,
         local_slots=folds + _shuffles(stage.choice, stage.collective) * form.num_slots,
+        encode_passes=0 if stage.codec is None else _encode_passes(stage, form),
         natives=tuple(
             (phase.kind, phase.slots)
             for phase in form.phases
@@ -218,6 +275,22 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
         ),
         loads=tuple(load_of(device, digits, run, stage.choice) for run in runs(stage, form)),
     )
+
+
+_WIDE_BYTES = 4
+"""Codecs work on float32."""
+
+
+def _encode_passes(stage: Stage, form: ClosedForm) -> int:
+    """Returns passes over a slot, for all slots that a rank encodes and decodes in a stage."""
+    slots, ranks = form.num_slots, stage.span.num_ranks
+    if stage.collective == "all_gather":
+        return 2 * max(1, slots // ranks) + slots
+    if stage.collective == "all_to_all":
+        return 3 * slots
+    permutes = sum(p.steps * p.slots * p.lanes for p in form.phases if p.kind == "permute")
+    own = 3 * permutes if stage.collective == "all_reduce" else 0
+    return 3 * permutes + own if permutes else 3 * slots
 
 
 @functools.cache

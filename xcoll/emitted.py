@@ -11,7 +11,7 @@ import numpy as np
 
 from xcoll.algorithms import build, closed_form
 from xcoll.costmodel import stage_form
-from xcoll.plan import Stage
+from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.schedule import ROOTED, Lane, NativeStep, PermuteStep, Repeat, Schedule
 
@@ -50,7 +50,7 @@ def permutes_in_program(stages: Sequence[Stage]) -> int:
     """Returns how many permutes a plan writes into the program; loops count once."""
     total = 0
     for stage in stages:
-        if stage.choice.name == "native":
+        if stage.choice.name == "native" or stage.collective == "permute":
             continue
         phases = stage_form(stage).phases
         repeats = stage.choice.name in ("ring", "bidirectional_ring", "torus", "hierarchical")
@@ -64,9 +64,14 @@ def permutes_in_program(stages: Sequence[Stage]) -> int:
     return total
 
 
-def emitted_by(stage: Stage, root: int) -> Emitted:
-    """Returns what a stage emits; a rooted collective with ``root`` as its root."""
-    root = root if stage.collective in ROOTED else 0
+def emitted_by(stage: Stage, request: Request) -> Emitted:
+    """Returns what a stage of a request's plan emits."""
+    if stage.collective == "permute":
+        moved = np.zeros((request.num_ranks,) * 2, np.int64)
+        for source, destination in request.pairs:
+            moved[source, destination] = source != destination
+        return Emitted(((1, request.pairs, 1),), (), moved)
+    root = request.root if stage.collective in ROOTED else 0
     return _emitted_by(stage.choice, stage.collective, stage.span.num_ranks, stage.dims, root)
 
 

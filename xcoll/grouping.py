@@ -10,7 +10,7 @@ from jax.extend import core
 
 from xcoll.nesting import Nest
 from xcoll.plan import Plan
-from xcoll.sites import Spec, operand_bytes, read
+from xcoll.sites import operand_bytes, read
 from xcoll.stages import Member, stages_p
 
 MAX_PACKED_BYTES = 128 << 20
@@ -46,28 +46,32 @@ def _is_ordered(eqn: core.JaxprEqn) -> bool:
 
 def cut_groups(
     groups: Mapping[tuple[Any, ...], list[int]], jaxpr: core.Jaxpr
-) -> Iterator[tuple[Spec, list[int]]]:
-    """Yields the collectives that travel together: their spec, and where they stand.
+) -> Iterator[tuple[tuple[Any, ...], list[int]]]:
+    """Yields the collectives that travel together: their key, and where they stand.
 
     Args:
-      groups: indices of equations that can be packed, by a key that begins with their spec.
+      groups: indices of equations that can be packed, by their key.
       jaxpr: the body that they stand in.
     """
-    for (spec, *_), indices in groups.items():
+    for key, indices in groups.items():
         start, num_bytes, seen = 0, 0, set[int]()
         for position, index in enumerate(indices):
             operand = id(jaxpr.eqns[index].invars[0])
             size = 0 if operand in seen else operand_bytes(jaxpr.eqns[index])
             seen.add(operand)
             if position > start and num_bytes + size > MAX_PACKED_BYTES:
-                yield spec, indices[start:position]
+                yield key, indices[start:position]
                 start, num_bytes, seen = position, 0, {operand}
             num_bytes += size
-        yield spec, indices[start:]
+        yield key, indices[start:]
 
 
 def pack_equations(
-    eqns: list[core.JaxprEqn], plan: Plan, mesh_axes: tuple[str, ...], nest: Nest | None = None
+    eqns: list[core.JaxprEqn],
+    plan: Plan,
+    mesh_axes: tuple[str, ...],
+    nest: Nest | None = None,
+    key: Any = None,
 ) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects.
 
@@ -76,11 +80,12 @@ def pack_equations(
       plan: what it does.
       mesh_axes: the manual axes, in the mesh's order.
       nest: how the distinct operands are cut over axes that the partitioner owns, if there are any.
+      key: variable of the PRNG key of stochastic rounding, if there is one.
     """
     once, copies = distinct(eqns)
     members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in once)
     return core.new_jaxpr_eqn(
-        [e.invars[0] for e in once],
+        [*(e.invars[0] for e in once), *([] if key is None else [key])],
         [e.outvars[0] for e in eqns],
         stages_p,
         dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes, nest=nest),

@@ -7,6 +7,7 @@ varying axes off; `xcoll.primitives` gives the results their types back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from xcoll.algorithms import build
+from xcoll.encoded import MOVES
 from xcoll.indexing import affine_lookup, lookup, put_slots, take_slots
 from xcoll.plan import Stage
 from xcoll.ranks import Ranks
@@ -30,6 +32,7 @@ from xcoll.schedule import (
     Slots,
     slot_elements,
 )
+from xcoll.wire import Wire
 
 UNROLL_MAX_RANKS = 16
 """Repeats are written out up to this many ranks, and become one loop beyond."""
@@ -43,7 +46,14 @@ _COMBINE: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def run_stage(
-    x: jax.Array, stage: Stage, axis_sizes: Mapping[str, int], op: str, root: int
+    x: jax.Array,
+    stage: Stage,
+    axis_sizes: Mapping[str, int],
+    op: str,
+    root: int,
+    *,
+    block: int = 1,
+    wire: Wire | None = None,
 ) -> jax.Array:
     """Carries out one stage on a rank's payload.
 
@@ -55,6 +65,8 @@ def run_stage(
       axis_sizes: size of each mesh axis.
       op: how values combine.
       root: position of the root in the span, for rooted collectives.
+      block: slots are whole blocks of so many elements.
+      wire: how slots travel, if a codec encodes them; ``x`` is then float32.
 
     Returns:
       ``(N,)``; ``(m,)`` after reduce_scatter and scatter; ``(n, m)`` after the others.
@@ -62,41 +74,52 @@ def run_stage(
     ranks = Ranks(stage.span, axis_sizes)
     n = ranks.num_ranks
     schedule = build(stage.choice, stage.collective, n, dims=stage.dims, root=root)
-    run = _Run(schedule, ranks, op)
     share = schedule.share
+
+    def run(slots: jax.Array) -> jax.Array:
+        if wire is None or stage.collective not in MOVES:
+            return _Run(schedule, ranks, op, wire)(slots)
+        # What only moves is encoded once, by its owner.
+        return wire.decode(_Run(schedule, ranks, op)(wire.encode(slots)), slots.shape[1])
+
+    def cut(rows: jax.Array, slots_per_row: int) -> jax.Array:
+        elements = slot_elements(rows.shape[1], slots_per_row, block)
+        return cut_rows(rows, slots_per_row, elements, is_flat=wire is not None)
+
     if stage.collective in ("all_reduce", "broadcast", "reduce"):
         num_slots = share if schedule.enter == "own" else schedule.num_slots
-        elements = slot_elements(x.size, num_slots)
-        return run(_cut(x[None], num_slots, elements)).reshape(-1)[: x.size]
+        return run(cut(x[None], num_slots)).reshape(-1)[: x.size]
     if stage.collective in ("all_gather", "gather"):
-        elements = slot_elements(x.size, share)
-        return run(_cut(x[None], share, elements)).reshape(n, -1)[:, : x.size]
+        return run(cut(x[None], share)).reshape(n, -1)[:, : x.size]
     if x.ndim == 1:
-        elements = slot_elements(x.size, schedule.num_slots)
-        return run(_cut(x[None], schedule.num_slots, elements)).reshape(-1)
+        return run(cut(x[None], schedule.num_slots)).reshape(-1)
     m = x.shape[1]
-    slots = run(_cut(x, share, slot_elements(m, share)))
+    slots = run(cut(x, share))
     if stage.collective == "all_to_all":
         return slots.reshape(n, -1)[:, :m]
     return slots.reshape(-1)[:m]
 
 
-def _cut(rows: jax.Array, slots_per_row: int, elements: int) -> jax.Array:
+def cut_rows(
+    rows: jax.Array, slots_per_row: int, elements: int, *, is_flat: bool = False
+) -> jax.Array:
     """Pads each row and cuts it into slots: ``(rows * slots_per_row, ...)``.
 
-    Slots of whole tiles are kept two-dimensional: a TPU turns the reduce-scatter of flat
-    operands into an all-reduce.
+    Slots of whole tiles are kept two-dimensional, unless they are to be flat: a TPU turns the
+    reduce-scatter of flat operands into an all-reduce.
     """
     rows = jnp.pad(rows, ((0, 0), (0, slots_per_row * elements - rows.shape[1])))
-    slot = (elements // 128, 128) if elements % 1024 == 0 else (elements,)
+    is_tiled = elements % 1024 == 0 and not is_flat
+    slot = (elements // 128, 128) if is_tiled else (elements,)
     return rows.reshape(-1, *slot)
 
 
 class _Run:
     """Runs a schedule on a buffer of slots: ``(num_slots, *slot)`` or, own, ``(share, *slot)``."""
 
-    def __init__(self, schedule: Schedule, ranks: Ranks, op: str):
+    def __init__(self, schedule: Schedule, ranks: Ranks, op: str, wire: Wire | None = None):
         self.schedule = schedule
+        self.wire = wire
         self.ranks = ranks
         self.op = op
         self.num_ranks = schedule.num_ranks
@@ -147,8 +170,12 @@ class _Run:
 
     def _loop(self, step: Repeat, buffer: jax.Array) -> jax.Array:
         def body(iteration: jax.Array, state: jax.Array) -> jax.Array:
+            run = self
+            if self.wire is not None and self.wire.key is not None:
+                key = jax.random.fold_in(self.wire.key, iteration)
+                run = _Run(self.schedule, self.ranks, self.op, replace(self.wire, key=key))
             for inner in step.body:
-                state = self._permute(inner.lanes, state, iteration)
+                state = run._permute(inner.lanes, state, iteration)
             return state
 
         return lax.fori_loop(0, step.count, body, buffer)
@@ -156,6 +183,9 @@ class _Run:
     def _permute(
         self, lanes: tuple[Lane, ...], buffer: jax.Array, iteration: int | jax.Array
     ) -> jax.Array:
+        if self.wire is not None and self.schedule.replicates_sums:
+            # All go on with what their partners see of them.
+            buffer = self.wire.decode(self.wire.encode(buffer), buffer.shape[1])
         sent = [take_slots(buffer, lane.send, self._first(lane.send, iteration)) for lane in lanes]
         arrived = [
             self._wire(partial(self.ranks.permute, pairs=lane.pairs), x)
@@ -247,10 +277,12 @@ class _Run:
         return first + lookup(slots.base, self.rank) if slots.base else first
 
     def _wire(self, send: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """Moves ``x``; narrow floats travel as integers of their width.
+        """Moves slots, encoded if there is a codec; narrow floats as integers of their width.
 
         XLA:CPU would carry bfloat16 as float32 and float8 as float16, twice the bytes.
         """
+        if self.wire is not None:
+            return self.wire.decode(send(self.wire.encode(x)), x.shape[1])
         bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
         if bits is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
             return send(x)

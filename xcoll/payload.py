@@ -13,11 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xcoll.schedule import SCATTERED as SCATTERED
+
 WHOLE = ("all_reduce", "broadcast", "reduce")
 """Collectives whose payload is one row, of the operand's size."""
-
-SCATTERED = ("reduce_scatter", "all_to_all", "scatter")
-"""Collectives whose operand is one row a rank."""
 
 GATHERED = ("all_gather", "all_to_all", "gather")
 """Collectives whose result is one row a rank."""
@@ -48,7 +47,7 @@ def from_rows(
       shape: shape of the operand of the equation.
       num_ranks: number of ranks.
     """
-    if collective in WHOLE:
+    if collective in WHOLE or collective == "permute":
         return rows.reshape(shape)
     if collective in ("reduce_scatter", "scatter"):
         d = params.get("scatter_dimension", 0)
@@ -75,17 +74,21 @@ def _merge(x: jax.Array, dimension: int) -> jax.Array:
     return x.reshape(*shape[:dimension], merged, *shape[dimension + 2 :])
 
 
-def pack(rows: Sequence[jax.Array]) -> jax.Array:
-    """Puts the sites of a group side by side: ``(rows, sum of elements)``."""
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+def pack(rows: Sequence[jax.Array], block: int = 1) -> jax.Array:
+    """Puts the sites of a group side by side: ``(rows, sum of elements)``.
+
+    Each site is padded to whole blocks, so that no block of a codec holds values of two.
+    """
+    padded = [jnp.pad(r, ((0, 0), (0, -r.shape[1] % block))) for r in rows]
+    return padded[0] if len(padded) == 1 else jnp.concatenate(padded, axis=1)
 
 
-def unpack(rows: jax.Array, elements: Sequence[int]) -> list[jax.Array]:
+def unpack(rows: jax.Array, elements: Sequence[int], block: int = 1) -> list[jax.Array]:
     """Takes ``pack``'s result apart again: one ``(rows, elements[i])`` a site."""
     parts, start = [], 0
     for count in elements:
         parts.append(rows[:, start : start + count])
-        start += count
+        start += count + -count % block
     return parts
 
 

@@ -13,6 +13,8 @@ import math
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
+from xcoll import codecs
+from xcoll.codecs import Codec
 from xcoll.errors import unknown
 from xcoll.policy import Choice
 from xcoll.schedule import COLLECTIVES
@@ -36,7 +38,7 @@ ALGORITHM_NAMES = (
 )
 """What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
 
-_JSON_VERSION = 1
+_JSON_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Request:
       shapes: operand shapes per rank, one a site of the group.
       platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: whose native collective is the rival.
       root: the root rank of a rooted collective.
+      pairs: source and destination ranks of a permute.
     """
 
     collective: str
@@ -63,11 +66,16 @@ class Request:
     shapes: tuple[tuple[int, ...], ...]
     platform: str = "cpu"
     root: int = 0
+    pairs: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks the collective spans."""
         return math.prod(self.axis_sizes)
+
+    def bytes_of(self, shape: tuple[int, ...]) -> int:
+        """Returns the bytes of one site's operand, per rank."""
+        return math.prod(shape) * self.itemsize
 
     @property
     def num_elements(self) -> int:
@@ -103,12 +111,23 @@ class Stage:
       choice: the algorithm.
       dims: for algorithms over several levels at once (torus, pipelined hierarchical): the
         sizes of the levels inside the span, outermost first; else empty.
+      codec: how its payload travels; None for the payload's own bits.
     """
 
     collective: str
     span: Span
     choice: Choice
     dims: tuple[int, ...] = ()
+    codec: Codec | None = None
+
+    def __str__(self) -> str:
+        """Reads like the algorithm, and the codec after a slash.
+
+        >>> span = Span(("dcn",), 2)
+        >>> print(Stage("all_gather", span, Choice("ring"), codec=codecs.int8()))
+        ring/int8
+        """
+        return f"{self.choice}/{self.codec}" if self.codec else str(self.choice)
 
 
 @dataclass(frozen=True)
@@ -159,7 +178,10 @@ class Plan:
       wire_bytes: bytes sent per rank (the busiest), by axis.
       operations: what the compiled program will contain.
       error_bound: bound on ``|result - exact| / sum over ranks of |x|``, as a multiple of the
-        unit roundoff of the dtype; 0 where nothing is rounded.
+        unit roundoff of the dtype; 0 where nothing is rounded. Without the codecs' part.
+      max_error: bound on ``|result - exact|`` in every block, as a fraction of the sum over ranks
+        of the block's largest magnitude; codecs and roundoff together (`xcoll.precision`).
+      kernels: what carries the codecs out: ``"Pallas"``, or why not; empty without codecs.
       candidates: the plans it beat, with reasons.
       reason: why this plan.
       topology: fingerprint of the topology it was planned for.
@@ -173,6 +195,8 @@ class Plan:
     wire_bytes: tuple[tuple[str, int], ...]
     operations: tuple[Operation, ...]
     error_bound: int
+    max_error: float
+    kernels: str
     candidates: tuple[Candidate, ...]
     reason: str
     topology: str
@@ -180,7 +204,13 @@ class Plan:
     @property
     def is_native(self) -> bool:
         """Whether the program stays as it is."""
-        return len(self.stages) == 1 and self.stages[0].choice.name == "native"
+        (stage, *others) = self.stages
+        return not others and stage.choice.name == "native" and stage.codec is None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether a codec may change values on the way."""
+        return any(stage.codec is not None and stage.codec.is_lossy for stage in self.stages)
 
     def to_json(self) -> str:
         """Returns the plan as JSON text; `from_json` reads it back, equal."""
@@ -227,6 +257,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
                 raise ValueError(f"{where}: {key!r} is missing")
         return kind(**{k: _read(t, value[k], f"{where}.{k}") for k, t in types.items()})
     inner = get_args(kind)
+    if Codec in inner:
+        return None if value is None else codecs.from_dict(value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{where}: a list is expected, not {value!r}")
@@ -242,6 +274,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         raise ValueError(f"{where}: {names} is expected, not {value!r}")
     if isinstance(value, int) and value < 0:
         raise ValueError(f"{where}: must not be negative, but is {value}")
+    if isinstance(value, float) and not 0 <= value < math.inf:
+        raise ValueError(f"{where}: must be finite and not negative, but is {value}")
     return value
 
 

@@ -7,34 +7,21 @@ and ties go to the fewest stages, then to the name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS, check_choice
-from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, does, hierarchies, whole, whole_span
-from xcoll.costmodel import Pricer, carried_itemsize, native_as, packing_ps
+from xcoll.candidates import GAIN_PERCENT, NATIVE, does, hierarchies, whole
+from xcoll.codecs.plain import plain
+from xcoll.compress import assignments, compress, why_exact
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
-from xcoll.loads import span_digits
-from xcoll.natives import native_ps
-from xcoll.plan import Candidate, Plan, Request, Stage
+from xcoll.options import Option, Options, least_departure
+from xcoll.plan import Plan, Request, Stage
 from xcoll.policy import Choice, Policy
-from xcoll.roundoff import error_bound, is_inexact
+from xcoll.roundoff import is_inexact
 from xcoll.topology import Topology
 from xcoll.units import readable_time
-
-
-@dataclass(frozen=True)
-class _Option:
-    name: str
-    stages: tuple[Stage, ...]
-    time_ps: int | None
-    barred: str | None = None
-
-    @property
-    def order(self) -> tuple[int, int, str]:
-        return (self.time_ps or 0, len(self.stages), self.name)
 
 
 def plan(
@@ -56,7 +43,7 @@ def plan(
     Raises:
       ValueError: the policy's algorithm or an option is unknown, or, if strict, cannot do this; the
         topology lacks an axis of the request, or has it in another size; the policy wants a
-        deterministic sum and no plan can give one.
+        deterministic sum and no plan can give one, or an error budget that no plan keeps.
 
     Example:
       >>> from xcoll.topology import Topology
@@ -70,31 +57,33 @@ def plan(
         sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
         topology = Topology.unknown(sizes, "no topology was given")
     # The pass's own selection of sites is no part of a plan, and need not split the cache.
-    algorithm, deterministic = policy.algorithm, policy.deterministic
-    plain = Policy(algorithm=algorithm, deterministic=deterministic, min_bytes=policy.min_bytes)
-    return _plan(request, topology, plain, strict or policy.by_name)
+    plain_policy = replace(policy.narrowed(request.collective), where=None)
+    return _plan(request, topology, plain_policy, strict or policy.by_name)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(request: Request, topology: Topology, policy: Policy, strict: bool) -> Plan:
     _check_axes(request, topology)
-    forced = policy.forced(request.collective)
-    if forced is not None:
+    forced = policy.algorithm
+    assert forced is None or isinstance(forced, Choice)
+    if forced is not None and request.collective != "permute":
         check_choice(f"plan({request.collective})", forced)
-    make = _Maker(request, topology)
+    exact_because = why_exact(request, policy)
+    make = _Maker(request, topology, policy if exact_because is None else policy.exact())
     if request.num_ranks == 1:
-        return make.native("a single rank: nothing to communicate")
+        return make.native_plan("a single rank: nothing to communicate")
     if request.num_elements == 0:
-        return make.native("empty payload")
-    if _needs_order(request, policy):
+        return make.native_plan("empty payload")
+    if policy.deterministic and _is_rounded(request):
         return make.deterministic(forced)
-    if request.num_bytes < policy.min_bytes:
-        return make.native(f"smaller than the policy's min_bytes={policy.min_bytes}")
-    if forced is not None:
-        return make.forced(forced, strict)
-    if not topology.is_known:
-        return make.native(f"unknown topology: {topology.why_unknown}")
-    return make.best()
+    if request.num_bytes < (policy.min_bytes or 0):
+        return make.native_plan(f"smaller than the policy's min_bytes={policy.min_bytes}")
+    if policy.accumulate and exact_because is not None and _is_narrow_sum(request):
+        return make.accumulated(forced)
+    made = make.forced(forced, strict) if forced is not None else make.free()
+    if exact_because is not None and (policy.codec or policy.max_error):
+        return replace(made, reason=f"{made.reason}; exact: {exact_because}")
+    return made
 
 
 def _check_axes(request: Request, topology: Topology) -> None:
@@ -108,51 +97,48 @@ def _check_axes(request: Request, topology: Topology) -> None:
         )
 
 
-def _needs_order(request: Request, policy: Policy) -> bool:
-    combines = request.op in ("sum", "prod") and is_inexact(request.dtype)
-    return policy.deterministic and combines
+def _is_rounded(request: Request) -> bool:
+    return request.op in ("sum", "prod") and is_inexact(request.dtype)
 
 
-class _Maker:
-    """Makes the plan of one request."""
+def _is_narrow_sum(request: Request) -> bool:
+    sums = request.op == "sum" and request.collective in ("all_reduce", "reduce_scatter")
+    return sums and request.dtype in ("bfloat16", "float16")
 
-    def __init__(self, request: Request, topology: Topology):
-        self.request = request
-        self.topology = topology
-        self.span = whole_span(request)
-        self.summed = request.itemsize
-        if topology.device is not None and topology.device.num_hosts > 1:
-            # Between hosts every byte counts. Inside one, time is not known to go by the width.
-            self.summed = carried_itemsize(request.dtype, request.itemsize, topology.platform)
-        self.pricer = Pricer(topology, request.itemsize, self.summed) if topology.is_known else None
-        stage = Stage(request.collective, self.span, NATIVE)
-        self.native_option = _Option("native", (stage,), self._native_ps())
 
-    def native(self, reason: str, others: Sequence[_Option] = ()) -> Plan:
-        return self._made(self.native_option, reason, others)
+class _Maker(Options):
+    """Makes the plan of one request.
 
-    def best(self) -> Plan:
-        """Chooses freely."""
-        options = [
-            _Option(name, stages, self._price(stages), barred(self.request, self.topology, stages))
-            for name, stages in (
-                *whole(self.request, self.topology),
-                *hierarchies(self.request, self.topology, self._price),
-            )
-        ]
-        options.sort(key=lambda option: option.order)
-        native = self.native_option.time_ps
+    Its policy is narrowed to the request's collective, and has codecs only where they may be used.
+    """
+
+    def native_plan(self, reason: str, others: Sequence[Option] = ()) -> Plan:
+        return self.made(self.native, reason, others)
+
+    def free(self) -> Plan:
+        """Chooses among all algorithms, and codecs where there are any."""
+        if not self.topology.is_known:
+            advice = "; name an algorithm to use the codec anyway" if self.policy.is_lossy else ""
+            return self.native_plan(f"unknown topology: {self.topology.why_unknown}{advice}")
+        encoded = self._encoded_options()
+        if (over := self._check_budget(encoded)) is not None:
+            return over
+        options = sorted([*self._exact_options(), *encoded], key=lambda option: option.order)
+        native = self.native.time_ps
         assert native is not None
         allowed = [option for option in options if option.barred is None]
         if not allowed:
-            return self.native("no algorithm does this", options)
+            return self.native_plan(
+                PERMUTATION if self.request.collective == "permute" else "no algorithm does this",
+                options,
+            )
         enough = [o for o in allowed if (o.time_ps or 0) * 100 <= native * (100 - GAIN_PERCENT)]
-        first = _least_departure(enough) if enough else allowed[0]
+        first = least_departure(enough) if enough else allowed[0]
         assert first.time_ps is not None
         if not enough:
             gain = 100 - 100 * first.time_ps // native if native else 0
             how = f"{gain} % faster" if gain > 0 else "not faster"
-            return self.native(
+            return self.native_plan(
                 f"the best decomposition, {first.name}, is predicted {how}; {GAIN_PERCENT} % are"
                 " needed",
                 options,
@@ -160,23 +146,133 @@ class _Maker:
         gain = 100 - 100 * first.time_ps // native
         times = f"{readable_time(first.time_ps)} against {readable_time(native)}"
         reason = f"predicted {gain} % faster than native: {times}"
-        return self._made(first, reason, [self.native_option, *options])
+        return self.made(first, reason, [self.native, *options])
+
+    def _exact_options(self) -> Iterator[Option]:
+        if self.request.collective == "permute":
+            return
+        for _, stages in whole(self.request, self.topology):
+            yield self.option(stages)
+        for name, stages in hierarchies(self.request, self.topology, self.price):
+            yield self.option(stages, _where(name))
+
+    def _encoded_options(self) -> list[Option]:
+        """Returns the plans with codecs, those over the error budget barred."""
+        if not self.policy.is_lossy:
+            return []
+        found: dict[tuple[Stage, ...], Option] = {}
+        for policy in assignments(self.request, self.policy):
+            for stages, where in self._structures(policy):
+                made = compress(self.request, stages, policy)
+                if not isinstance(made, str) and made not in found and _is_encoded(made):
+                    found[made] = self.option(made, where)
+        return list(found.values())
+
+    def _structures(self, policy: Policy) -> Iterator[tuple[tuple[Stage, ...], str]]:
+        """Yields exact plans to put codecs in, those of hierarchies the best once encoded."""
+
+        def price(stages: Sequence[Stage]) -> int:
+            made = compress(self.request, stages, policy)
+            return _NEVER if isinstance(made, str) else self.price(made)
+
+        yield self.native.stages, ""
+        if self.request.collective == "permute":
+            return
+        for _, stages in whole(self.request, self.topology):
+            yield stages, ""
+        for name, stages in hierarchies(self.request, self.topology, price):
+            yield stages, _where(name)
+
+    def _check_budget(self, encoded: Sequence[Option]) -> Plan | None:
+        """Returns None where a plan keeps the error budget; else the exact plan, if permitted.
+
+        Raises:
+          ValueError: no plan keeps it, and the policy does not say to be exact then.
+        """
+        budget = self.policy.max_error
+        candidates = list(encoded) if self.policy.codec else [self.native, *encoded]
+        if budget is None or not candidates:
+            return None
+        best = min(candidates, key=lambda option: (self.bound(option.stages), option.name))
+        bound = self.bound(best.stages)
+        if bound <= budget:
+            return None
+        if self.policy.over_budget == "exact":
+            plan = _Maker(self.request, self.topology, self.policy.exact()).free()
+            return replace(plan, reason=f"{plan.reason}; exact: {best.name} has {bound:.3g}")
+        raise ValueError(
+            f"{self.request.collective} of {self.request.dtype} over {self.request.axes}: no plan"
+            f" keeps Policy(max_error={budget:g}); the best, {best.name}, has an error bound of"
+            f" {bound:.3g}. Allow that much, permit a finer codec, or say"
+            " Policy(over_budget='exact')"
+        )
 
     def forced(self, choice: Choice, strict: bool) -> Plan:
         """Takes what the policy names, or says why that is not possible."""
         if choice == NATIVE:
-            return self.native("the policy names native")
-        found = forced_stages(self.request, self.topology, choice)
+            return self.native_plan("the policy names native")
+        request = self.request
+        if request.collective == "permute":
+            found: tuple[Stage, ...] | str = self.native.stages
+        else:
+            found = forced_stages(request, self.topology, choice)
         if isinstance(found, str):
             if strict:
                 raise UnsupportedError(
-                    f"{self.request.collective} over {self.request.axes}: the policy names"
-                    f" {choice}, but {found}"
+                    f"{request.collective} over {request.axes}: the policy names {choice}, but"
+                    f" {found}"
                 )
-            return self.native(f"kept native: {found}")
-        option = self._option(choice, found)
-        note = f", although {option.barred}" if option.barred else ""
-        return self._made(option, f"the policy names {choice}{note}", [self.native_option])
+            return self.native_plan(f"kept native: {found}")
+        note = ""
+        if self.policy.is_lossy:
+            encoded = self._encoded_forms(found)
+            if isinstance(encoded, str):
+                if strict:
+                    raise UnsupportedError(
+                        f"{request.collective} over {request.axes}: the policy names {choice} and"
+                        f" a codec, but {encoded}"
+                    )
+                note = f"; exact: {encoded}"
+            else:
+                if (over := self._check_budget(encoded)) is not None:
+                    return over
+                fits = [o for o in encoded if self._over_budget(o.stages) is None]
+                found = min(fits or encoded, key=_cheapest).stages
+        if request.collective == "permute" and not _is_encoded(found):
+            return self.native_plan(PERMUTATION + note)
+        option = self.option(found)
+        if option.barred:
+            note += f", although {option.barred}"
+        return self.made(option, f"the policy names {choice}{note}", [self.native])
+
+    def _encoded_forms(self, stages: tuple[Stage, ...]) -> list[Option] | str:
+        made = [compress(self.request, stages, p) for p in assignments(self.request, self.policy)]
+        options = [self.option(m) for m in made if not isinstance(m, str)]
+        reasons = [m for m in made if isinstance(m, str)]
+        return options or (reasons or ["no codec takes it"])[0]
+
+    def accumulated(self, forced: Choice | None) -> Plan:
+        """Takes a plan that sums in float32: direct over all ranks, at the wire's own width."""
+        request = self.request
+        call = f"{request.collective} over {request.axes}, Policy(accumulate='float32')"
+        if forced is not None and forced.name != "direct":
+            raise ValueError(
+                f"{call}: the policy also names {forced}, which rounds partial sums to"
+                f" {request.dtype}; only direct sums all terms at once"
+            )
+        policy = replace(self.policy, codec=(("", "", plain(request.dtype)),))
+        choices = [forced] if forced else [Choice("direct", (("shots", s),)) for s in (2, 1)]
+        span = self.native.stages[0].span
+        options = []
+        for choice in choices if request.collective == "all_reduce" else choices[:1]:
+            stages = compress(request, (Stage(request.collective, span, choice),), policy)
+            assert not isinstance(stages, str)
+            options.append(self.option(stages))
+        if options[0].time_ps is not None:
+            options.sort(key=lambda option: option.order)
+        return self.made(
+            options[0], "the policy wants sums in float32", [self.native, *options[1:]]
+        )
 
     def deterministic(self, forced: Choice | None) -> Plan:
         """Takes a plan that sums in rank order: direct over all ranks at once."""
@@ -197,82 +293,28 @@ class _Maker:
             )
         if request.collective != "all_reduce":
             options = options[:1]
-        made = [self._option(o, (Stage(request.collective, self.span, o),)) for o in options]
+        span = self.native.stages[0].span
+        made = [self.option((Stage(request.collective, span, o),)) for o in options]
         if made[0].time_ps is not None:
             made.sort(key=lambda option: option.order)
         reason = "the policy wants sums in rank order"
-        return self._made(made[0], reason, [self.native_option, *made[1:]])
-
-    def _option(self, choice: Choice, stages: tuple[Stage, ...]) -> _Option:
-        name = str(choice)
-        if len(stages) > 1:
-            half = len(stages) // 2 + 1 if self.request.collective == "all_reduce" else len(stages)
-            parts = [s.choice for s in stages[:half]]
-            if self.request.collective == "all_gather":
-                parts.reverse()
-            name = f"hierarchical({', '.join(map(str, parts))})"
-        time = self._price(stages) if self.topology.is_known else None
-        return _Option(name, stages, time, barred(self.request, self.topology, stages))
-
-    def _price(self, stages: Sequence[Stage]) -> int:
-        request = self.request
-        assert self.pricer is not None
-        time = self.pricer.plan_ps(request.collective, stages, request.num_elements)
-        packed = len(request.shapes) > 1
-        return time + (packing_ps(self.pricer.device, request.num_bytes) if packed else 0)
-
-    def _native_ps(self) -> int | None:
-        if self.topology.device is None:
-            return None
-        collective = native_as(self.request.collective, self.topology.device.platform)
-        digits = span_digits(self.topology, self.span)
-        # XLA's combiner makes one operation of a group.
-        num_bytes = self.request.num_elements * self.summed
-        return native_ps(self.topology.device, digits, collective, num_bytes)
-
-    def _made(self, option: _Option, reason: str, others: Sequence[_Option]) -> Plan:
-        request, topology = self.request, self.topology
-        return Plan(
-            request=request,
-            stages=option.stages,
-            name=option.name,
-            predicted_time_ps=option.time_ps,
-            native_time_ps=self.native_option.time_ps,
-            wire_bytes=wire_bytes(request, option.stages, topology),
-            operations=operations(request, option.stages, topology),
-            error_bound=error_bound(request, option.stages),
-            candidates=tuple(self._beaten(o, option) for o in others if o is not option),
-            reason=reason,
-            topology=topology.fingerprint,
-        )
-
-    def _beaten(self, other: _Option, chosen: _Option) -> Candidate:
-        reason = other.barred
-        if reason is None and None not in (other.time_ps, chosen.time_ps):
-            assert other.time_ps is not None and chosen.time_ps is not None
-            if other.time_ps >= chosen.time_ps:
-                slower, faster = readable_time(other.time_ps), readable_time(chosen.time_ps)
-                reason = f"predicted {slower}, the chosen plan {faster}"
-            elif chosen.stages[0].choice == NATIVE and len(chosen.stages) == 1:
-                reason = f"predicted faster than native by less than {GAIN_PERCENT} %"
-            elif (other.time_ps or 0) * 100 > chosen.time_ps * (100 - GAIN_PERCENT):
-                reason = f"faster by less than {GAIN_PERCENT} %, and leaves less to XLA"
-            else:
-                reason = "the policy wants another"
-        return Candidate(
-            other.name,
-            other.time_ps,
-            wire_bytes(self.request, other.stages, self.topology),
-            reason or "not priced: the topology is unknown",
-        )
+        return self.made(made[0], reason, [self.native, *made[1:]])
 
 
-def _least_departure(options: Sequence[_Option]) -> _Option:
-    """Returns the fastest option, or one about as fast that leaves more to XLA.
+PERMUTATION = "a permutation is already the smallest step"
 
-    Replacing XLA's collective at one level of a hierarchy has to be worth as much as replacing it
-    altogether.
-    """
-    fastest = min(option.time_ps or 0 for option in options)
-    close = [o for o in options if (o.time_ps or 0) * (100 - GAIN_PERCENT) <= fastest * 100]
-    return min(close, key=lambda o: (sum(s.choice != NATIVE for s in o.stages), o.order))
+_NEVER = 1 << 62
+"""The price of what cannot be encoded."""
+
+
+def _where(name: str) -> str:
+    """Returns what a hierarchy's name says of its levels' sizes."""
+    return name[name.index(" over ") :] if " over " in name else ""
+
+
+def _is_encoded(stages: Sequence[Stage]) -> bool:
+    return any(stage.codec is not None for stage in stages)
+
+
+def _cheapest(option: Option) -> tuple[int, int, str]:
+    return option.order

@@ -7,8 +7,9 @@ change: the new equation has the old ones' outputs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from xcoll import _compat
+from xcoll import _compat, marks
 from xcoll.cuts import Cut, Cuts
-from xcoll.errors import XcollWarning
+from xcoll.errors import UnknownAxisError, XcollWarning, unknown
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
 from xcoll.meshes import Hardware
@@ -28,6 +29,7 @@ from xcoll.policy import Policy
 from xcoll.report import Report, Site
 from xcoll.sites import (
     OPAQUE,
+    PERMUTATION,
     REGION,
     Scope,
     Spec,
@@ -36,6 +38,7 @@ from xcoll.sites import (
     is_symbolic,
     operand_bytes,
     operand_type,
+    pairs_of,
     read,
 )
 from xcoll.traffic import Sent, sent_by_permutation, sent_by_plan, sent_evenly
@@ -88,6 +91,7 @@ class Rewriter:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
         new_eqns, levels = list(jaxpr.eqns), levels_of(jaxpr)
         found: dict[int, list[Site]] = {}
+        marked = marks.found(jaxpr) if self.policy.is_lossy else {}
         groups: dict[tuple[Any, ...], list[int]] = {}
         packs: list[list[int]] = []
         for index, eqn in enumerate(jaxpr.eqns):
@@ -97,15 +101,16 @@ class Rewriter:
             if spec is None:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
-            reason = self._why_kept(eqn, spec, scope)
+            policy = self._policy_of(eqn, marked, scope)
+            reason = self._why_kept(eqn, spec, scope, policy)
             if reason is not None:
                 found[index] = [self._keep(eqn, spec, scope, reason)]
                 continue
-            key = (spec, operand_type(eqn).dtype, levels[index])
+            key = (spec, operand_type(eqn).dtype, levels[index], policy, pairs_of(eqn))
             groups.setdefault(key, []).append(index)
-        for spec, indices in cut_groups(groups, jaxpr):
+        for (spec, _, _, policy, _), indices in cut_groups(groups, jaxpr):
             eqns = [jaxpr.eqns[i] for i in indices]
-            plan, number, sent = self._plan(eqns, spec, scope)
+            plan, number, sent = self._plan(eqns, spec, scope, policy)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
                 held = self.cuts.operand_bytes(eqn, scope)
@@ -116,6 +121,7 @@ class Rewriter:
                     plan,
                     tuple(scope.sizes()),
                     self.cuts.group(distinct(eqns)[0], spec, scope),
+                    self._key_of(plan, eqns, marked, spec),
                 )
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])
@@ -181,12 +187,54 @@ class Rewriter:
             self._alive.append(jaxpr)
         return self._done[key]
 
-    def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope) -> str | None:
+    def _policy_of(
+        self, eqn: core.JaxprEqn, marked: Mapping[Any, marks.Mark], scope: Scope
+    ) -> Policy:
+        """Returns what is permitted for a site: exact where differentiation added it, or small."""
+        if not self.policy.is_lossy:
+            return self.policy
+        policy = self.policy if eqn.invars[:1] and eqn.invars[0] in marked else self._derived
+        if not policy.is_lossy:
+            return policy
+        small = self.cuts.operand_bytes(eqn, scope) < policy.lossy_min_bytes()
+        return policy.exact() if small else policy
+
+    @functools.cached_property
+    def _derived(self) -> Policy:
+        return self.policy.derived()
+
+    def _key_of(
+        self,
+        plan: Plan,
+        eqns: list[core.JaxprEqn],
+        marked: Mapping[Any, marks.Mark],
+        spec: Spec,
+    ) -> Any:
+        """Returns the variable of the PRNG key with which a plan rounds, or None if it needs none.
+
+        Raises:
+          ValueError: there is no key.
+        """
+        codecs = [stage.codec for stage in plan.stages if stage.codec and stage.codec.needs_key]
+        if not codecs:
+            return None
+        key = marked[eqns[0].invars[0]].key if eqns[0].invars[0] in marked else None
+        if key is None:
+            raise ValueError(
+                f"{spec.name} over {spec.axes}: {codecs[0]} needs a PRNG key, and there is none"
+                f" here; pass it to the collective, xcoll.{spec.name}(..., policy=..., key=key),"
+                " or use rounding='nearest'"
+            )
+        return key
+
+    def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy) -> str | None:
         """Returns the reason to leave a site as it is before any planning, or None."""
         operand = operand_type(eqn)
         if not all(axis in scope.sizes() for axis in spec.axes):
             return "its axis is no manual mesh axis (a named axis of vmap)"
-        if spec.kept_reason is not None:
+        if spec.kept_reason is not None and not (
+            spec.kept_reason == PERMUTATION and policy.narrowed(spec.name).is_lossy
+        ):
             return spec.kept_reason
         if not is_plain(operand.dtype):
             return f"dtype {operand.dtype} cannot be cut into bytes"
@@ -197,7 +245,7 @@ class Rewriter:
         if (reason := self.cuts.why_not(eqn, spec, scope)) is not None:
             return reason
         held = self.cuts.operand_bytes(eqn, scope)
-        if held < self.policy.min_bytes:
+        if held < (self.policy.min_bytes or 0):
             return f"{TOO_SMALL}={self.policy.min_bytes}"
         if self.policy.where is not None and not self.policy.where(
             _site(eqn, spec, scope, num_bytes=held)
@@ -275,18 +323,29 @@ class Rewriter:
             shapes=tuple(self.cuts.local_shape(e, scope) for e in eqns),
             platform=self.hardware.platform,
             root=spec.root,
+            pairs=pairs_of(eqns[0]),
         )
 
     def _plan(
-        self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope
+        self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope, policy: Policy
     ) -> tuple[Plan, int, Sent | None]:
         self._num_groups += 1
         # The policy speaks of psum and pmax, the planner of all-reduces.
-        policy = dataclasses.replace(self.policy, algorithm=self.policy.forced(spec.name))
+        policy = policy.narrowed(spec.name)
+        _check_codec_axes(policy, spec, scope)
         topology = self.hardware.topology(scope.mesh)
         request = self._request(distinct(eqns)[0], spec, scope)
         plan = make_plan(request, topology, policy, strict=self._is_strict(spec))
         return plan, self._num_groups - 1, sent_by_plan(plan, topology, scope.mesh_sizes())
+
+
+def _check_codec_axes(policy: Policy, spec: Spec, scope: Scope) -> None:
+    """Raises ValueError where a policy's codec is for an axis that the mesh does not have."""
+    mesh = scope.mesh_sizes()
+    for _, axis, _ in policy.permits:
+        if axis and axis not in mesh:
+            call = f"{spec.name} over {spec.axes}, Policy(codec={{{axis!r}: ...}})"
+            raise UnknownAxisError(unknown(call, "mesh axis", axis, mesh))
 
 
 def _site(

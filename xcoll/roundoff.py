@@ -50,6 +50,15 @@ def error_bound(request: Request, stages: Sequence[Stage]) -> int:
     return worst
 
 
+def unit_roundoff(dtype: str) -> float:
+    """Returns the unit roundoff of a floating or complex dtype.
+
+    >>> unit_roundoff("bfloat16")
+    0.00390625
+    """
+    return 2.0 ** -_BITS.get(dtype, 1)
+
+
 def is_inexact(dtype: str) -> bool:
     """Whether arithmetic in ``dtype`` rounds."""
     return dtype.startswith(("float", "bfloat", "complex"))

@@ -21,6 +21,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,9 @@ COLLECTIVES = (
     "scatter",
 )
 """The collectives a schedule can carry out, by the name used in plans and reports."""
+
+SCATTERED = ("reduce_scatter", "all_to_all", "scatter")
+"""Those whose operand is one row a rank."""
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 """Those of them that have a root rank."""
@@ -200,8 +204,13 @@ class Schedule:
         return self.num_slots // self.num_ranks
 
 
-def slot_elements(num_elements: int, num_slots: int) -> int:
+def slot_elements(num_elements: int, num_slots: int, block: int = 1) -> int:
     """Returns the elements of one slot when a payload is cut into ``num_slots``, padded.
+
+    Args:
+      num_elements: of the payload.
+      num_slots: it is cut into.
+      block: elements that a codec encodes together: slots are whole blocks.
 
     Large slots are whole (8, 128) tiles of a TPU, medium ones whole rows of 128, small ones
     not padded beyond what divides; the padding is at most an eighth. The lowering and the
@@ -212,6 +221,9 @@ def slot_elements(num_elements: int, num_slots: int) -> int:
     """
     elements = -(-num_elements // num_slots)
     unit = 1 if elements < 1024 else 128 if elements < 16384 else 1024
+    both = math.lcm(unit, block)
+    # An odd block must not make the padding large: then slots are whole blocks only.
+    unit = both if both <= max(unit, elements // 8) else block
     return -(-elements // unit) * unit
 
 

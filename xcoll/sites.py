@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from xcoll import _compat
 from xcoll.barriers import barrier_p
 from xcoll.composites import COMPOSITES
+from xcoll.planner import PERMUTATION as PERMUTATION
 
 OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
 """Primitives whose bodies are somebody else's: nothing inside is looked at."""
@@ -35,7 +36,6 @@ class Spec:
     kept_reason: str | None = None
 
 
-PERMUTATION = "a permutation is already the smallest step"
 BARRIER = "a barrier is one all-reduce of four bytes, which XLA does best"
 
 _SUMS = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
@@ -203,6 +203,11 @@ def operand_bytes(eqn: core.JaxprEqn) -> int:
     types: list[Any] = [v.aval for v in eqn.invars]
     known = [t for t in types if hasattr(t, "shape") and not is_symbolic(t.shape)]
     return sum(math.prod(t.shape) * t.dtype.itemsize for t in known)
+
+
+def pairs_of(eqn: core.JaxprEqn) -> tuple[tuple[int, int], ...]:
+    """Returns the source and destination ranks of a permute; nothing for other equations."""
+    return tuple((int(s), int(d)) for s, d in eqn.params.get("perm", ()))
 
 
 def is_symbolic(shape: tuple[Any, ...]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,16 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from xcoll import _compat, payload
-from xcoll.lower import run_stage
+from xcoll.codecs import FixedPoint
+from xcoll.compress import KERNELS
+from xcoll.costmodel import block_of, carried
+from xcoll.encoded import permute, two_shot
+from xcoll.lower import cut_rows, run_stage
 from xcoll.nesting import Nest
-from xcoll.plan import Plan, Request, Span, Stage
+from xcoll.plan import Plan, Request, Span
+from xcoll.ranks import Ranks
+from xcoll.schedule import slot_elements
+from xcoll.wire import Wire, as_wide
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,8 @@ def _abstract_eval(
     nest: Nest | None,
 ) -> Any:
     outs, effects = [], set()
-    for aval, member in zip(avals, members, strict=True):
+    # A key may stand behind the operands.
+    for aval, member in zip(avals, members, strict=False):
         out, its = member.primitive.abstract_eval(aval, **dict(member.params))
         outs.append(out)
         effects |= its
@@ -62,7 +70,10 @@ def _lower(
     nest: Nest | None,
 ) -> Any:
     def run(*xs: jax.Array) -> list[jax.Array]:
-        return carry_out(plan, [dict(m.params) for m in members], mesh_axes, list(xs))
+        # A key may stand behind the operands.
+        operands, key = list(xs[: len(members)]), (*xs[len(members) :], None)[0]
+        params = [dict(m.params) for m in members]
+        return carry_out(plan, params, mesh_axes, operands, key)
 
     def implementation(*xs: jax.Array) -> list[jax.Array]:
         out = run(*xs) if nest is None else nest.wrap(run)(*xs)
@@ -82,6 +93,7 @@ def carry_out(
     params: list[dict[str, Any]],
     mesh_axes: tuple[str, ...],
     xs: list[jax.Array],
+    key: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Carries out a plan inside a manual computation.
 
@@ -90,90 +102,156 @@ def carry_out(
       params: for each site, the parameters of the equation that it was.
       mesh_axes: the mesh's axes, in its order.
       xs: the operand of each site, per rank.
+      key: of stochastic rounding; each rank folds its number in.
 
     Returns:
       The result of each site, per rank, as the equation would have given it.
     """
     request = plan.request
     n, collective = request.num_ranks, request.collective
+    shapes, dtype = [x.shape for x in xs], request.dtype
+    if key is not None:
+        key = jax.random.fold_in(key, jax.lax.axis_index(request.axes))
+    codec, scales = plan.stages[0].codec, None
+    if isinstance(codec, FixedPoint):
+        scales = jax.lax.pmax(jnp.stack([codec.magnitude(x) for x in xs]), request.axes)
+        xs = [codec.to_integers(x, n, scales[i], key, dtype=dtype) for i, x in enumerate(xs)]
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
-    packed = payload.pack(rows)
+    block = block_of(plan.stages)
     sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
-    result = _run(plan, packed, {a: sizes[a] for a in mesh_axes if a in sizes})
+    run = _Stages(plan, {a: sizes[a] for a in mesh_axes if a in sizes}, block, key)
+    result = run(payload.pack(rows, block))
     if collective in ("reduce", "gather"):
         # Ranks other than the root hold partial results here, and zeros by contract.
         is_root = jax.lax.axis_index(request.axes) == request.root
         result = jnp.where(is_root, result, jnp.zeros_like(result))
-    elements = [payload.row_elements(collective, x.shape, n) for x in xs]
-    parts = payload.unpack(result, elements)
+    elements = [payload.row_elements(collective, shape, n) for shape in shapes]
+    parts = payload.unpack(result, elements, block)
+    if isinstance(codec, FixedPoint):
+        assert scales is not None
+        parts = [
+            codec.from_integers(part, n, scales[i], dtype=dtype).astype(dtype)
+            for i, part in enumerate(parts)
+        ]
     return [
-        payload.from_rows(collective, p, part, x.shape, n)
-        for p, part, x in zip(params, parts, xs, strict=True)
+        payload.from_rows(collective, p, part, shape, n)
+        for p, part, shape in zip(params, parts, shapes, strict=True)
     ]
 
 
-def _run(plan: Plan, rows: jax.Array, sizes: Mapping[str, int]) -> jax.Array:
-    """Runs the stages on the packed operand: ``(rows, elements)`` in and out."""
-    request, stages = plan.request, plan.stages
+class _Stages:
+    """Runs the stages of a plan on a packed operand: ``(rows, elements)`` in and out.
 
-    def run(stage: Stage, x: jax.Array) -> jax.Array:
-        return run_stage(x, stage, sizes, request.op, request.root)
-
-    if len(stages) == 1:
-        out = run(stages[0], rows if request.collective in payload.SCATTERED else rows[0])
-        return out if out.ndim == 2 else out[None]
-    if request.collective == "all_reduce":
-        return _all_reduce(stages, rows[0], run)[None]
-    return _by_digits(request, stages, rows, run)
-
-
-_Runner = Callable[[Stage, jax.Array], jax.Array]
-
-
-def _all_reduce(stages: tuple[Stage, ...], x: jax.Array, run: _Runner) -> jax.Array:
-    """Reduce-scatters inwards, all-reduces the share, all-gathers back outwards."""
-    sizes: list[int] = []
-    for stage in stages:
-        if stage.collective == "reduce_scatter":
-            sizes.append(x.size)
-            x = run(stage, x)
-        elif stage.collective == "all_reduce":
-            x = run(stage, x)
-        else:
-            x = run(stage, x).reshape(-1)[: sizes.pop()]
-    return x
-
-
-def _by_digits(
-    request: Request, stages: tuple[Stage, ...], rows: jax.Array, run: _Runner
-) -> jax.Array:
-    """Runs one stage a digit of the rank number, on that digit's dimension of the payload.
-
-    The payload is ``(digit, ..., digit, elements)``, most significant digit first. A
-    reduce-scatter takes its dimension out, an all-gather puts it in, an all-to-all exchanges it.
+    Args:
+      plan: the plan.
+      sizes: sizes of its axes, in the mesh's order.
+      block: the payload is whole blocks of so many elements.
+      key: of stochastic rounding, the rank folded in.
     """
-    strides = [_rank_stride(request, stage.span) for stage in stages]
-    digits = dict(sorted(zip(strides, stages, strict=True), reverse=True))
-    elements = rows.shape[1]
-    present = [] if request.collective == "all_gather" else list(digits)
-    x = rows.reshape(*(digits[s].span.num_ranks for s in present), elements)
-    for stride, stage in zip(strides, stages, strict=True):
-        if stage.collective == "all_gather":
-            shape = x.shape
-            present = sorted([*present, stride], reverse=True)
-            x = run(stage, x.reshape(-1)).reshape(-1, *shape)
-            x = jnp.moveaxis(x, 0, present.index(stride))
-            continue
-        position = present.index(stride)
-        x = jnp.moveaxis(x, position, 0)
-        shape = x.shape
-        x = run(stage, x.reshape(shape[0], -1))
-        if stage.collective == "reduce_scatter":
-            x = x.reshape(shape[1:])
-            present.remove(stride)
+
+    def __init__(self, plan: Plan, sizes: Mapping[str, int], block: int, key: jax.Array | None):
+        self.request, self.stages = plan.request, plan.stages
+        self._sizes, self._block, self._key = sizes, block, key
+        self._kernels = plan.kernels == KERNELS
+        self._dtype = carried(plan.request, plan.stages).dtype
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        request, stages = self.request, self.stages
+        if request.collective == "all_reduce":
+            return self._all_reduce(rows[0])[None]
+        if len(stages) == 1:
+            out = self._run(0, rows if request.collective in payload.SCATTERED else rows[0])
+            return out if out.ndim == 2 else out[None]
+        return self._by_digits(rows)
+
+    def _run(self, number: int, x: jax.Array) -> jax.Array:
+        """Runs one stage; what leaves a codec's stages has the payload's dtype again."""
+        stage, wire = self.stages[number], self._wire(number)
+        if wire is not None:
+            x = as_wide(x)
+        if stage.collective == "permute":
+            assert wire is not None
+            slot = slot_elements(x.size, 1, self._block)
+            out = permute(x, self.request, Ranks(stage.span, self._sizes), wire, slot)
         else:
-            x = jnp.moveaxis(x.reshape(shape), 0, position)
-    return x.reshape(-1, elements)
+            request, block = self.request, self._block
+            out = run_stage(x, stage, self._sizes, request.op, request.root, block=block, wire=wire)
+        after = self.stages[number + 1 : number + 2]
+        stays_wide = wire is not None and after and after[0].codec == stage.codec
+        return out if stays_wide else out.astype(self._dtype)
+
+    def _wire(self, number: int) -> Wire | None:
+        codec = self.stages[number].codec
+        if codec is None or codec.integers is not None:
+            return None
+        key = None if self._key is None else jax.random.fold_in(self._key, number)
+        return Wire(codec, self._dtype, self.request.platform, self._kernels, key)
+
+    def _all_reduce(self, x: jax.Array) -> jax.Array:
+        """Reduce-scatters inwards, all-reduces the share, all-gathers back outwards."""
+        sizes: list[int] = []
+        number = 0
+        while number < len(self.stages):
+            stage = self.stages[number]
+            if self._is_two_shot(number):
+                x = self._two_shot(number, x)
+                number += 1
+            elif stage.collective == "reduce_scatter":
+                sizes.append(x.size)
+                x = self._run(number, x)
+            elif stage.collective == "all_reduce":
+                x = self._run(number, x)
+            else:
+                x = self._run(number, x).reshape(-1)[: sizes.pop()]
+            number += 1
+        return x
+
+    def _is_two_shot(self, number: int) -> bool:
+        """Whether a stage and the next are an exchange and a gathering of encoded shares."""
+        pair = self.stages[number : number + 2]
+        if len(pair) < 2 or self._wire(number) is None or pair[0].codec != pair[1].codec:
+            return False
+        kinds = [(stage.collective, stage.choice.name) for stage in pair]
+        return kinds == [("reduce_scatter", "direct"), ("all_gather", "direct")]
+
+    def _two_shot(self, number: int, x: jax.Array) -> jax.Array:
+        stage, wire = self.stages[number], self._wire(number)
+        assert wire is not None
+        n = stage.span.num_ranks
+        slots = cut_rows(as_wide(x)[None], n, slot_elements(x.size, n, self._block), is_flat=True)
+        total = two_shot(slots, Ranks(stage.span, self._sizes), wire)
+        return total.reshape(-1)[: x.size].astype(self._dtype)
+
+    def _by_digits(self, rows: jax.Array) -> jax.Array:
+        """Runs one stage a digit of the rank number, on that digit's dimension of the payload.
+
+        The payload is ``(digit, ..., digit, elements)``, most significant digit first. A
+        reduce-scatter takes its dimension out, an all-gather puts it in, an all-to-all exchanges
+        it.
+        """
+        request, stages = self.request, self.stages
+        strides = [_rank_stride(request, stage.span) for stage in stages]
+        digits = dict(sorted(zip(strides, stages, strict=True), reverse=True))
+        elements = rows.shape[1]
+        present = [] if request.collective == "all_gather" else list(digits)
+        x = rows.reshape(*(digits[s].span.num_ranks for s in present), elements)
+        for number, (stride, stage) in enumerate(zip(strides, stages, strict=True)):
+            if stage.collective == "all_gather":
+                shape = x.shape
+                present = sorted([*present, stride], reverse=True)
+                x = self._run(number, x.reshape(-1)).reshape(-1, *shape)
+                x = jnp.moveaxis(x, 0, present.index(stride))
+                continue
+            position = present.index(stride)
+            x = jnp.moveaxis(x, position, 0)
+            shape = x.shape
+            x = self._run(number, x.reshape(shape[0], -1))
+            if stage.collective == "reduce_scatter":
+                x = x.reshape(shape[1:])
+                present.remove(stride)
+            else:
+                x = jnp.moveaxis(x.reshape(shape), 0, position)
+        return x.reshape(-1, elements)
 
 
 def _rank_stride(request: Request, span: Span) -> int:

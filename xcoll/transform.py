@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-from xcoll import _compat, graphs
+from xcoll import _compat, graphs, marks
 from xcoll.algorithms import check_choice
 from xcoll.errors import XcollWarning
 from xcoll.meshes import Hardware
@@ -126,6 +126,8 @@ def explain(
         return split.outputs(inner(*merged_args, **merged_kwargs))
 
     jaxpr = jax.make_jaxpr(flat)(*leaves)
+    if policy.is_lossy:
+        jaxpr = marks.insert(jaxpr)
     rewriter = Rewriter(policy, Hardware(topology, jax.default_backend()))
     rewriter.run(jaxpr, Scope())
     return rewriter.report()

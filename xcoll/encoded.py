@@ -1,0 +1,47 @@
+"""Runs the stages of plans whose payload travels through a codec."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from xcoll.plan import Request
+from xcoll.ranks import Ranks
+from xcoll.wire import Wire
+
+MOVES = ("all_gather", "all_to_all", "permute")
+"""Collectives that only move data."""
+
+
+def permute(x: jax.Array, request: Request, ranks: Ranks, wire: Wire, slot: int) -> jax.Array:
+    """Sends a payload along the request's pairs; who receives nothing gets zeros.
+
+    Args:
+      x: float32 ``(elements,)``.
+      request: has the pairs.
+      ranks: all ranks of the request.
+      wire: the codec.
+      slot: elements of the padded payload.
+    """
+    bits = wire.encode(jnp.pad(x, (0, slot - x.size))[None])
+    arrived = ranks.permute(bits, request.pairs)
+    return wire.decode(arrived, slot)[0, : x.size]
+
+
+def two_shot(slots: jax.Array, ranks: Ranks, wire: Wire) -> jax.Array:
+    """Sums over ranks: encode, exchange, decode and sum, encode, gather, decode.
+
+    The owner of a slot encodes its sum, and all ranks, the owner too, decode those bits.
+
+    Args:
+      slots: float32 ``(num_ranks, elements)``.
+      ranks: the ranks.
+      wire: the codec.
+
+    Returns:
+      The sums, float32 ``(num_ranks, elements)``.
+    """
+    elements = slots.shape[1]
+    contributions = ranks.all_to_all(wire.encode(slots))
+    total = wire.reduce_and_encode(contributions, elements)
+    return wire.decode(ranks.all_gather(total), elements)

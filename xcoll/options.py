@@ -1,0 +1,171 @@
+"""Options of the planner: stages with their price, bound and name, and the plan made of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xcoll.accounting import operations, wire_bytes
+from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, describe, whole_span
+from xcoll.compress import kernels_for
+from xcoll.costmodel import (
+    Pricer,
+    block_of,
+    carried,
+    carried_itemsize,
+    native_as,
+    packing_ps,
+    payload_elements,
+)
+from xcoll.loads import span_digits
+from xcoll.natives import native_ps, transfer_ps
+from xcoll.plan import Candidate, Plan, Request, Stage
+from xcoll.policy import Policy
+from xcoll.precision import max_error
+from xcoll.roundoff import error_bound
+from xcoll.topology import Topology
+from xcoll.units import readable_time
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan that could be: not priced (None) where the topology is unknown."""
+
+    name: str
+    stages: tuple[Stage, ...]
+    time_ps: int | None
+    barred: str | None = None
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """The total order in which the best comes first."""
+        return (self.time_ps or 0, len(self.stages), self.name)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a codec is in it."""
+        return any(stage.codec is not None for stage in self.stages)
+
+
+class Options:
+    """Prices the options of one request, and makes the plan of the one that is chosen."""
+
+    def __init__(self, request: Request, topology: Topology, policy: Policy):
+        self.request = request
+        self.topology = topology
+        self.policy = policy
+        self._pricers: dict[str, Pricer] = {}
+        stage = Stage(request.collective, whole_span(request), NATIVE)
+        self.native = Option("native", (stage,), self._native_ps(request))
+
+    def option(self, stages: tuple[Stage, ...], where: str = "") -> Option:
+        """Returns the option of some stages.
+
+        Args:
+          stages: what to do.
+          where: what the name needs besides, of several plans that read alike.
+        """
+        time = self.price(stages) if self.topology.is_known else None
+        why_not = barred(self.request, self.topology, stages) or self._over_budget(stages)
+        return Option(describe(self.request.collective, stages) + where, stages, time, why_not)
+
+    def price(self, stages: Sequence[Stage]) -> int:
+        """Returns the predicted time of a plan, packing included."""
+        request = carried(self.request, stages)
+        device = self.topology.device
+        assert device is not None
+        if request.dtype not in self._pricers:
+            summed = self._summed_itemsize(request)
+            self._pricers[request.dtype] = Pricer(self.topology, request.itemsize, summed)
+        elements = payload_elements(request, stages)
+        time = self._pricers[request.dtype].plan_ps(request.collective, stages, elements)
+        if len(request.shapes) > 1 or block_of(stages) > 1:
+            time += packing_ps(device, self.request.num_bytes)
+        if request is not self.request:
+            # The largest magnitude, the integers, and back.
+            passes = 3 * self.request.num_elements * 4
+            time += transfer_ps(passes, device.copy_bytes_per_s)
+            time += native_ps(
+                device, span_digits(self.topology, self.native.stages[0].span), "all_reduce", 4
+            )
+        return time
+
+    def bound(self, stages: Sequence[Stage]) -> float:
+        """Returns the bound on a plan's error (`xcoll.precision`)."""
+        return max_error(self.request, stages)
+
+    def _over_budget(self, stages: Sequence[Stage]) -> str | None:
+        budget, bound = self.policy.max_error, self.bound(stages)
+        if budget is None or bound <= budget:
+            return None
+        return f"its error bound, {bound:.3g}, is over the policy's max_error={budget:g}"
+
+    def _summed_itemsize(self, request: Request) -> int:
+        if self.topology.device is not None and self.topology.device.num_hosts > 1:
+            # Between hosts every byte counts. Inside one, time is not known to go by the width.
+            return carried_itemsize(request.dtype, request.itemsize, self.topology.platform)
+        return request.itemsize
+
+    def _native_ps(self, request: Request) -> int | None:
+        if self.topology.device is None:
+            return None
+        collective = native_as(request.collective, self.topology.device.platform)
+        digits = span_digits(self.topology, whole_span(request))
+        # XLA's combiner makes one operation of a group.
+        num_bytes = request.num_elements * self._summed_itemsize(request)
+        return native_ps(self.topology.device, digits, collective, num_bytes)
+
+    def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:
+        """Returns the plan of an option, with the others as the candidates that it beat."""
+        request, topology = self.request, self.topology
+        return Plan(
+            request=request,
+            stages=option.stages,
+            name=option.name,
+            predicted_time_ps=option.time_ps,
+            native_time_ps=self.native.time_ps,
+            wire_bytes=wire_bytes(request, option.stages, topology),
+            operations=operations(request, option.stages, topology),
+            error_bound=error_bound(request, option.stages),
+            max_error=self.bound(option.stages),
+            kernels=kernels_for(request, option.stages, self.policy),
+            candidates=tuple(self._beaten(o, option) for o in others if o is not option),
+            reason=reason,
+            topology=topology.fingerprint,
+        )
+
+    def _beaten(self, other: Option, chosen: Option) -> Candidate:
+        reason = other.barred
+        if reason is None and None not in (other.time_ps, chosen.time_ps):
+            assert other.time_ps is not None and chosen.time_ps is not None
+            if other.time_ps >= chosen.time_ps:
+                slower, faster = readable_time(other.time_ps), readable_time(chosen.time_ps)
+                reason = f"predicted {slower}, the chosen plan {faster}"
+            elif chosen is self.native:
+                reason = f"predicted faster than native by less than {GAIN_PERCENT} %"
+            elif other.time_ps * 100 > chosen.time_ps * (100 - GAIN_PERCENT):
+                reason = f"faster by less than {GAIN_PERCENT} %, and leaves less to XLA"
+            else:
+                reason = "the policy wants another"
+        return Candidate(
+            other.name,
+            other.time_ps,
+            wire_bytes(self.request, other.stages, self.topology),
+            reason or "not priced: the topology is unknown",
+        )
+
+
+def least_departure(options: Sequence[Option]) -> Option:
+    """Returns the fastest option, or one about as fast that leaves more to XLA.
+
+    Replacing XLA's collective at one level of a hierarchy has to be worth as much as replacing it
+    altogether; and a codec, as much as doing without.
+    """
+    fastest = min(option.time_ps or 0 for option in options)
+    close = [o for o in options if (o.time_ps or 0) * (100 - GAIN_PERCENT) <= fastest * 100]
+
+    def departure(option: Option) -> tuple[bool, int, tuple[int, int, str]]:
+        replaced = sum(stage.choice != NATIVE for stage in option.stages)
+        return option.is_encoded, replaced, option.order
+
+    return min(close, key=departure)

@@ -1,0 +1,71 @@
+"""Bounds on the error of plans with codecs: how roundings of blocks add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xcoll.costmodel import stage_form
+from xcoll.plan import Request, Stage
+from xcoll.roundoff import error_bound, is_inexact, unit_roundoff
+
+_WIDE = 2.0**-24
+"""Unit roundoff of float32, in which decoded values are summed."""
+
+_SLACK = 1 + 1e-9
+"""Covers the rounding of this computation itself."""
+
+
+def max_error(request: Request, stages: Sequence[Stage]) -> float:
+    """Returns the bound on a plan's error in any block, relative to what the ranks put in.
+
+    ``|result - exact| <= max_error * sum over ranks of the block's largest magnitude``, but for
+    2**-126 a rounding: XLA takes smaller magnitudes for zero.
+
+    A codec that rounds a block by ``d`` times its largest magnitude, applied to a sum that is
+    already off by ``e``, leaves ``e + d (1 + e)``. Two shots round twice, a ring once a hop,
+    recursive doubling once a step; additions are in float32, and a narrower result is rounded once
+    more. Data movement counts one rank's block.
+
+    Returns:
+      0 where nothing is rounded.
+    """
+    codecs = [stage.codec for stage in stages if stage.codec is not None]
+    unit = unit_roundoff(request.dtype) if is_inexact(request.dtype) else 0.0
+    if not codecs:
+        return error_bound(request, stages) * unit * (_SLACK if unit else 1)
+    narrow = unit if unit > _WIDE else 0.0
+    if codecs[0].integers is not None:
+        bound = codecs[0].max_error_for(request.num_ranks)
+        return (bound + narrow * (1 + bound)) * _SLACK
+    error = 0.0
+    for stage, after in zip(stages, [*stages[1:], None], strict=True):
+        if stage.codec is None:
+            adds = 0 if stage.collective not in _SUMS else stage.span.num_ranks - 1
+            error += adds * unit * (1 + error)
+            continue
+        for _ in range(_roundings(stage)):
+            error += _one_rounding(stage, unit) * (1 + error)
+        if stage.collective in _SUMS:
+            error += (stage.span.num_ranks - 1) * _WIDE * (1 + error)
+        stays_wide = after is not None and after.codec == stage.codec
+        if not stays_wide and stage.codec.is_lossy:
+            error += narrow * (1 + error)
+    return error * _SLACK
+
+
+_SUMS = ("all_reduce", "reduce_scatter")
+
+
+def _roundings(stage: Stage) -> int:
+    """Returns how often a value is encoded in a stage, at most."""
+    if stage.collective not in _SUMS or stage.choice.name == "direct":
+        return 1
+    return sum(phase.steps for phase in stage_form(stage).phases if phase.kind == "permute")
+
+
+def _one_rounding(stage: Stage, unit: float) -> float:
+    assert stage.codec is not None
+    if stage.codec.is_lossy:
+        return stage.codec.max_error
+    # The payload's own bits: only what was summed in float32 is rounded, to the payload's dtype.
+    return 0.0 if stage.collective == "reduce_scatter" else unit
