@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xcoll import _compat
 from xcoll.gradients.leaves import as_varying
@@ -73,10 +74,16 @@ def state_specs(
     """
     default = PartitionSpec() if default is None else default
     param_specs = PartitionSpec() if param_specs is None else param_specs
-    structure = None if params is None else jax.tree.structure(params)
+
+    def outline(tree: Any) -> Any:
+        return jax.tree.structure(tree), [
+            getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)
+        ]
+
+    wanted = None if params is None else outline(params)
 
     def is_param_like(node: Any) -> bool:
-        return structure is not None and jax.tree.structure(node) == structure
+        return wanted is not None and outline(node) == wanted
 
     def spec(node: Any) -> Any:
         if isinstance(node, PerRank):
@@ -131,7 +138,7 @@ def zeros_for_all_ranks(
     if inside:
         return PerRank(as_varying(jnp.zeros((1, *shape), dtype), names), names)
     num_ranks = math.prod(size for _, size in axes)
-    return PerRank(jnp.zeros((num_ranks, *shape), dtype, device=_placement(names, mesh)), names)
+    return PerRank(_placed_zeros((num_ranks, *shape), dtype, names, mesh), names)
 
 
 def for_all_ranks(
@@ -142,5 +149,24 @@ def for_all_ranks(
     return PerRank(zeros.value + own, zeros.axes)
 
 
-def _placement(names: tuple[str, ...], mesh: Any) -> NamedSharding | None:
-    return NamedSharding(mesh, PartitionSpec(names or None)) if isinstance(mesh, Mesh) else None
+def _placed_zeros(shape: tuple[int, ...], dtype: Any, names: tuple[str, ...], mesh: Any) -> Any:
+    """Returns zeros whose leading dimension is cut over the axes, each rank's where it belongs.
+
+    All ranks' residuals on one device may not fit, so nothing is made there first.
+    """
+    spec = PartitionSpec(names or None)
+    zeros = partial(jnp.zeros, shape, dtype)
+    if not isinstance(jnp.zeros(()), jax.core.Tracer):
+        concrete = jax.sharding.get_mesh() if mesh is None else mesh
+        is_known = isinstance(concrete, Mesh) and not concrete.empty
+        return zeros(device=NamedSharding(concrete, spec) if is_known else None)
+    context = jax.sharding.get_abstract_mesh()
+    is_in_context = not context.empty and set(names) <= set(context.axis_names)
+    target = context if is_in_context else mesh
+    if target is None or (isinstance(target, AbstractMesh) and not is_in_context):
+        return zeros()
+    kinds = dict(zip(target.axis_names, target.axis_types, strict=True))
+    if any(kinds[name] == AxisType.Auto for name in names):
+        return jax.lax.with_sharding_constraint(zeros(), NamedSharding(target, spec))
+    # An explicit sharding can only be of the mesh that is set.
+    return zeros(device=NamedSharding(target, spec)) if is_in_context else zeros()
