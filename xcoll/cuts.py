@@ -13,32 +13,19 @@ the values would be right, and the partitioner would exchange what it holds othe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jax.extend import core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
-from xcoll import payload
+from xcoll import cut_rules as rules
+from xcoll.cut_rules import Cut
 from xcoll.nesting import Nest
 from xcoll.sites import OPAQUE, REGION, Scope, Spec, enter, operand_bytes, operand_type, read
 
-Cut = tuple[tuple[str, ...], ...]
-"""The mesh axes that each dimension is divided over, outermost first."""
-
 # fmt: off
-_ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "conj", "convert_element_type", "copy",
-    "copy_p", "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-    "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name",
-    "ne", "neg", "not", "or", "pow", "pvary", "real", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-    "xcoll_mark", "xor",
-})
-"""Operations whose result is cut as those operands of its shape of which it is known, where these
-agree: the partitioner has to bring the others to the same cut anyway."""
-
 _CALLS = frozenset({
     "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", REGION,
 })
@@ -81,7 +68,7 @@ class Cuts:
                     f"dimension {dimension} of shape {operand.shape} does not divide evenly over"
                     f" the {count} ranks of {names}, which the partitioner owns"
                 )
-        out = _result(spec.collective, eqn.params, cut)
+        out = rules.result(spec.collective, eqn.params, cut)
         if isinstance(out, int):
             return (
                 f"it cuts or joins dimension {out}, which the partitioner divides over {cut[out]};"
@@ -95,10 +82,12 @@ class Cuts:
         if not axes:
             return None
         cuts = [self._cut(eqn.invars[0], scope) or () for eqn in eqns]
-        outs = [_result(spec.collective, e.params, c) for e, c in zip(eqns, cuts, strict=True)]
+        outs = [rules.result(spec.collective, e.params, c) for e, c in zip(eqns, cuts, strict=True)]
         if any(isinstance(out, int) for out in outs):
             return None  # Only of axes of one device, which divide nothing.
-        return Nest(axes, tuple(map(_spec, cuts)), tuple(map(_spec, outs)))
+        return Nest(
+            axes, tuple(map(rules.partition_spec, cuts)), tuple(map(rules.partition_spec, outs))
+        )
 
     def local_shape(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[int, ...]:
         """Returns the shape of what one device holds of an operand, as far as is known."""
@@ -122,7 +111,7 @@ class Cuts:
         types = dict(zip(scope.mesh.axis_names, scope.mesh.axis_types, strict=True))
         typed = aval.sharding.spec if any(t == AxisType.Explicit for t in types.values()) else ()
         free = _free_axes(scope)
-        cut = _entries(typed, aval.ndim, {a for a in free if types[a] == AxisType.Explicit})
+        cut = rules.entries(typed, aval.ndim, {a for a in free if types[a] == AxisType.Explicit})
         hidden = {a for a in scope.auto_axes if types[a] != AxisType.Explicit}
         if not hidden or aval.ndim == 0:
             return cut
@@ -177,141 +166,38 @@ class _Follower:
         if name in OPAQUE:
             return unknown
         if name == "sharding_constraint":
-            return (_constraint(eqn),)
+            return (rules.constraint(eqn),)
         if name == "optimization_barrier":
             return [self.read(v) for v in eqn.invars]
-        if name in _MOVED:
+        if name in rules.MOVED:
             cut = self.read(eqn.invars[0])
-            return (None if cut is None else _MOVED[name](eqn, cut),)
-        if name in _ELEMENTWISE:
-            shape = _shape(eqn.outvars[0])
-            arrays = [v for v in eqn.invars if isinstance(v, core.Var) and _shape(v) == shape]
+            return (None if cut is None else rules.MOVED[name](eqn, cut),)
+        if name in rules.ELEMENTWISE:
+            shape = rules.shape_of(eqn.outvars[0])
+            arrays = [
+                v for v in eqn.invars if isinstance(v, core.Var) and rules.shape_of(v) == shape
+            ]
             cuts = {cut for v in arrays if (cut := self.read(v)) is not None}
             return (cuts.pop() if len(cuts) == 1 else None,) * len(eqn.outvars)
         spec = read(eqn)
         if spec is not None:
             cut = self.read(eqn.invars[0]) if eqn.invars else None
-            out = None if cut is None else _result(spec.collective, eqn.params, cut)
+            out = None if cut is None else rules.result(spec.collective, eqn.params, cut)
             return (None if isinstance(out, int) else out,) * len(eqn.outvars)
         outs: Sequence[Cut | None] = unknown
         for _, _, body, within in enter(eqn, scope):
             inputs: tuple[Cut | None, ...] = (None,) * len(body.invars)
             is_call = len(eqn.invars) == len(body.invars) and name in _CALLS
             if is_call or name == "shard_map":
-                inputs = tuple(_inside(self.read(v), within) for v in eqn.invars)
+                inputs = tuple(rules.inside(self.read(v), within) for v in eqn.invars)
             results = self.run(body, inputs, within)
             if is_call:
                 outs = results
         return outs
 
 
-def _reshape(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
-    """Returns the cut of a reshaped array, if dimensions that are cut stay as they are."""
-    old, new = operand_type(eqn).shape, eqn.params["new_sizes"]
-    out: list[tuple[str, ...]] = [()] * len(new)
-    for d, names in enumerate(cut):
-        if names:
-            before = math.prod(old[:d])
-            same = [e for e, n in enumerate(new) if n == old[d] and math.prod(new[:e]) == before]
-            if eqn.params["dimensions"] is not None or not same:
-                return None
-            out[same[0]] = names
-    return tuple(out)
-
-
-def _broadcast(eqn: core.JaxprEqn, cut: Cut) -> Cut:
-    """Returns the cut of an array with more dimensions."""
-    out: list[tuple[str, ...]] = [()] * len(eqn.params["shape"])
-    for names, d in zip(cut, eqn.params["broadcast_dimensions"], strict=True):
-        out[d] = names
-    return tuple(out)
-
-
-def _squeeze(eqn: core.JaxprEqn, cut: Cut) -> Cut:
-    return tuple(names for d, names in enumerate(cut) if d not in eqn.params["dimensions"])
-
-
-def _reduce(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
-    """Returns the cut of a reduction, if dimensions that are cut stay."""
-    gone = eqn.params["axes"]
-    if any(cut[d] for d in gone):
-        return None
-    return tuple(names for d, names in enumerate(cut) if d not in gone)
-
-
-def _slice(eqn: core.JaxprEqn, cut: Cut) -> Cut | None:
-    """Returns the cut of a slice, if dimensions that are cut are whole in it."""
-    old, new = operand_type(eqn).shape, _shape(eqn.outvars[0])
-    return cut if all(a == b for a, b, names in zip(old, new, cut, strict=True) if names) else None
-
-
-_MOVED: Mapping[str, Callable[[core.JaxprEqn, Cut], Cut | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "reduce_max": _reduce,
-    "reduce_min": _reduce,
-    "reduce_sum": _reduce,
-    "reshape": _reshape,
-    "slice": _slice,
-    "squeeze": _squeeze,
-    "transpose": lambda eqn, cut: tuple(cut[d] for d in eqn.params["permutation"]),
-}
-"""Operations that move dimensions."""
-
-
 def _both(a: Any, b: Any) -> bool:
     return bool(a and b)
-
-
-def _shape(v: core.Var) -> tuple[int, ...]:
-    return getattr(v.aval, "shape", ())
-
-
-def _constraint(eqn: core.JaxprEqn) -> Cut | None:
-    sharding, aval = eqn.params["sharding"], operand_type(eqn)
-    if not isinstance(sharding, NamedSharding) or eqn.params.get("unconstrained_dims"):
-        return None
-    return _entries(sharding.spec, aval.ndim, set(sharding.mesh.axis_names))
-
-
-def _entries(spec: Any, ndim: int, axes: set[str]) -> Cut:
-    """Returns a PartitionSpec as a cut over some of its axes."""
-    entries = [e if isinstance(e, tuple) else () if e is None else (e,) for e in spec]
-    cut = [tuple(a for a in e if a in axes) for e in entries[:ndim]]
-    return (*cut, *((),) * (ndim - len(cut)))
-
-
-def _inside(cut: Cut | None, scope: Scope) -> Cut | None:
-    """Returns what is left of a cut over the axes that are not manual.
-
-    A dimension that a manual axis divides below one of the partitioner's is not known inside.
-    """
-    manual = scope.sizes()
-    for names in cut or ():
-        is_manual = [a in manual for a in names]
-        if is_manual != sorted(is_manual, reverse=True):
-            return None
-    return None if cut is None else tuple(tuple(a for a in n if a not in manual) for n in cut)
-
-
-def _result(collective: str, params: Mapping[str, Any], cut: Cut) -> Cut | int:
-    """Returns how a collective's result is cut; or the cut dimension that it would have to move."""
-    if collective in ("reduce_scatter", "scatter"):
-        d = params.get("scatter_dimension", 0)
-        kept = cut if params.get("tiled", False) else cut[:d] + cut[d + 1 :]
-        return d if cut[d] else kept
-    if collective == "all_to_all":
-        moved = [d for d in (params["split_axis"], params["concat_axis"]) if cut[d]]
-        return moved[0] if moved else cut
-    if collective in payload.GATHERED:
-        d = params.get("all_gather_dimension", 0)
-        if not params.get("tiled", False):
-            return (*cut[:d], (), *cut[d:])
-        return d if cut[d] else cut
-    return cut
-
-
-def _spec(cut: Any) -> PartitionSpec:
-    return PartitionSpec(*(names if len(names) != 1 else names[0] for names in cut))
 
 
 def _free_axes(scope: Scope) -> tuple[str, ...]:
