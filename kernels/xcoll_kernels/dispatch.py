@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xcoll_kernels import gpu, reference, tpu
+from xcoll_kernels import reference
 
 OPS = ("quantize", "dequantize", "reduce_and_quantize", "accumulate_and_quantize")
 """The operations, by the names of their functions."""
@@ -20,7 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 MAX_BLOCK = 65536
 """Largest block, in elements, that any operation takes. Kernels stop earlier: see `why_not`."""
 
-_PLATFORMS: dict[str, ModuleType] = {"tpu": tpu, "gpu": gpu, "cuda": gpu}
+_PACKAGES = {
+    "tpu": "xcoll_kernels.tpu",
+    "gpu": "xcoll_kernels.gpu",
+    "cuda": "xcoll_kernels.gpu",
+}
 
 
 def why_not(
@@ -60,7 +64,7 @@ def why_not(
     """
     if op not in OPS:
         raise ValueError(f"why_not({op!r}): no such operation; valid: {', '.join(OPS)}")
-    if platform not in _PLATFORMS:
+    if platform not in _PACKAGES:
         return f"there are no kernels for {platform}"
     if dtype not in DTYPES:
         return f"kernels take {', '.join(DTYPES)}, not {dtype}"
@@ -68,7 +72,7 @@ def why_not(
         return f"kernels take codes of 8 or 4 bits, not {bits}"
     if num_blocks == 0:
         return "there is nothing to do for no blocks"
-    reason: str | None = _PLATFORMS[platform].why_not(
+    reason: str | None = _kernels_for(platform).why_not(
         num_blocks=num_blocks, block=block, bits=bits, num_ranks=num_ranks
     )
     return reason
@@ -254,7 +258,12 @@ def _choose(
         num_ranks=num_ranks,
         platform=platform,
     )
-    return reference if reason is not None or not kernels else _PLATFORMS[platform]
+    return reference if reason is not None or not kernels else _kernels_for(platform)
+
+
+def _kernels_for(platform: str) -> Any:
+    # Imported where one is asked for: Pallas takes a third of a second.
+    return importlib.import_module(_PACKAGES[platform])
 
 
 def _check_values(call: str, x: jax.Array, bits: int) -> None:
