@@ -26,7 +26,18 @@ LAYERS = (
         "aot",
     ),
     ("roundoff", "precision", "candidates", "compress", "forced", "options", "planner"),
-    ("indexing", "wire", "encoded", "lower", "payload", "nesting", "stages", "meshes", "agreement"),
+    (
+        "indexing",
+        "wire",
+        "encoded",
+        "lower",
+        "payload",
+        "nesting",
+        "recording",
+        "stages",
+        "meshes",
+        "agreement",
+    ),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
     (
         "traffic",
@@ -41,7 +52,7 @@ LAYERS = (
         "report",
     ),
     ("calls", "collectives", "rooted"),
-    ("graphs", "transform", "gradients", "hlo"),
+    ("graphs", "transform", "deviation", "measure", "gradients", "hlo"),
     ("cli", "__init__"),
 )
 """From the bottom: a module imports its own layer or lower ones, and never in a circle."""

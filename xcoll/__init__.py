@@ -26,6 +26,8 @@ from xcoll.errors import ScheduleError as ScheduleError
 from xcoll.errors import UnknownAxisError as UnknownAxisError
 from xcoll.errors import UnsupportedError as UnsupportedError
 from xcoll.errors import XcollWarning as XcollWarning
+from xcoll.measure import Measured as Measured
+from xcoll.measure import measure_error as measure_error
 from xcoll.plan import Plan as Plan
 from xcoll.policy import Policy as Policy
 from xcoll.primitives import disable as disable

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
+from xcoll import recording
 from xcoll.nesting import Nest
 from xcoll.plan import Plan
 from xcoll.sites import operand_bytes, read
@@ -72,6 +73,7 @@ def pack_equations(
     mesh_axes: tuple[str, ...],
     nest: Nest | None = None,
     key: Any = None,
+    sites: Sequence[Any] = (),
 ) -> core.JaxprEqn:
     """Returns one equation in the place of several: their operands, results and effects.
 
@@ -81,14 +83,19 @@ def pack_equations(
       mesh_axes: the manual axes, in the mesh's order.
       nest: how the distinct operands are cut over axes that the partitioner owns, if there are any.
       key: variable of the PRNG key of stochastic rounding, if there is one.
+      sites: what the report has of each equation, for records.
     """
     once, copies = distinct(eqns)
+    recorder = recording.recorder()
+    record = None if recorder is None else recorder.record(sites, copies)
     members = tuple(Member(e.primitive, tuple(sorted(e.params.items()))) for e in once)
     return core.new_jaxpr_eqn(
         [*(e.invars[0] for e in once), *([] if key is None else [key])],
         [e.outvars[0] for e in eqns],
         stages_p,
-        dict(plan=plan, members=members, copies=copies, mesh_axes=mesh_axes, nest=nest),
+        dict(
+            plan=plan, members=members, copies=copies, mesh_axes=mesh_axes, nest=nest, record=record
+        ),
         set().union(*(e.effects for e in eqns)),
         eqns[0].source_info,
         eqns[0].ctx,

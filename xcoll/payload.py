@@ -12,11 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xcoll.schedule import SCATTERED as SCATTERED
 
 WHOLE = ("all_reduce", "broadcast", "reduce")
 """Collectives whose payload is one row, of the operand's size."""
+
+_move: Any = np.moveaxis
+"""By an array's own methods: jax's arrays and tracers stay what they are, and so do NumPy's."""
 
 GATHERED = ("all_gather", "all_to_all", "gather")
 """Collectives whose result is one row a rank."""
@@ -27,7 +31,7 @@ def to_rows(collective: str, params: Mapping[str, Any], x: jax.Array, num_ranks:
     if collective not in SCATTERED:
         return x.reshape(1, -1)
     dimension = params.get("split_axis" if collective == "all_to_all" else "scatter_dimension", 0)
-    return jnp.moveaxis(x, dimension, 0).reshape(num_ranks, -1)
+    return _move(x, dimension, 0).reshape(num_ranks, -1)
 
 
 def from_rows(
@@ -54,21 +58,21 @@ def from_rows(
         rest = shape[:d] + shape[d + 1 :]
         if not params.get("tiled", False):
             return rows.reshape(rest)
-        return jnp.moveaxis(rows.reshape(shape[d] // num_ranks, *rest), 0, d)
+        return _move(rows.reshape(shape[d] // num_ranks, *rest), 0, d)
     if collective == "all_to_all":
         # As in jax.lax's primitive the exchange is always tiled.
         split, concat = params["split_axis"], params["concat_axis"]
         rest = shape[:split] + shape[split + 1 :]
-        part = jnp.moveaxis(rows.reshape(num_ranks, shape[split] // num_ranks, *rest), 1, split + 1)
+        part = _move(rows.reshape(num_ranks, shape[split] // num_ranks, *rest), 1, split + 1)
         return _merge(part, concat)
     d = params.get("all_gather_dimension", 0)
     stacked = rows.reshape(num_ranks, *shape)
-    return _merge(stacked, d) if params.get("tiled", False) else jnp.moveaxis(stacked, 0, d)
+    return _merge(stacked, d) if params.get("tiled", False) else _move(stacked, 0, d)
 
 
 def _merge(x: jax.Array, dimension: int) -> jax.Array:
     """Merges the leading dimension into ``dimension`` of the rest, ranks outermost."""
-    x = jnp.moveaxis(x, 0, dimension)
+    x = _move(x, 0, dimension)
     shape = x.shape
     merged = shape[dimension] * shape[dimension + 1]
     return x.reshape(*shape[:dimension], merged, *shape[dimension + 2 :])

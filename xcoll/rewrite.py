@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat, marks
-from xcoll.cuts import Cut, Cuts
+from xcoll.cut_rules import Cut
+from xcoll.cuts import Cuts
 from xcoll.errors import UnknownAxisError, XcollWarning, unknown
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
@@ -122,6 +123,7 @@ class Rewriter:
                     tuple(scope.sizes()),
                     self.cuts.group(distinct(eqns)[0], spec, scope),
                     self._key_of(plan, eqns, marked, spec),
+                    [site for index in indices for site in found[index]],
                 )
                 packs.append(indices)
         self.sites.extend(site for index in sorted(found) for site in found[index])

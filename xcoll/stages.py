@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import mlir
 
-from xcoll import _compat, payload
+from xcoll import _compat, payload, recording
 from xcoll.codecs import FixedPoint
 from xcoll.compress import KERNELS
 from xcoll.costmodel import block_of, carried
@@ -21,6 +21,7 @@ from xcoll.lower import cut_rows, run_stage
 from xcoll.nesting import Nest
 from xcoll.plan import Plan, Request, Span
 from xcoll.ranks import Ranks
+from xcoll.recording import Record
 from xcoll.schedule import slot_elements
 from xcoll.wire import Wire, as_wide
 
@@ -50,6 +51,7 @@ def _abstract_eval(
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
     nest: Nest | None,
+    record: Record | None,
 ) -> Any:
     outs, effects = [], set()
     # A key may stand behind the operands.
@@ -68,12 +70,20 @@ def _lower(
     copies: tuple[int, ...],
     mesh_axes: tuple[str, ...],
     nest: Nest | None,
+    record: Record | None,
 ) -> Any:
+    recorder = recording.recorder()
+
     def run(*xs: jax.Array) -> list[jax.Array]:
         # A key may stand behind the operands.
         operands, key = list(xs[: len(members)]), (*xs[len(members) :], None)[0]
         params = [dict(m.params) for m in members]
-        return carry_out(plan, params, mesh_axes, operands, key)
+        out = carry_out(plan, params, mesh_axes, operands, key)
+        if record is not None and recorder is not None:
+            axes = (*mesh_axes, *(nest.axes if nest else ()))
+            others = tuple(axis for axis in axes if axis not in plan.request.axes)
+            recorder.send(record, plan, params, others, operands, out)
+        return out
 
     def implementation(*xs: jax.Array) -> list[jax.Array]:
         out = run(*xs) if nest is None else nest.wrap(run)(*xs)

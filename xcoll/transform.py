@@ -70,7 +70,7 @@ def optimize(
       >>> print(total(jnp.arange(4.0)))
       [6.]
     """
-    policy = _checked("optimize", policy, topology)
+    policy = checked("optimize", policy, topology)
     if fn is None:
         return functools.partial(optimize, policy=policy, topology=topology)
     if isinstance(fn, Optimized) or isinstance(getattr(fn, "__wrapped__", None), Optimized):
@@ -114,23 +114,28 @@ def explain(
       >>> explain(f, jnp.arange(4.0)).summary()
       '1 collectives, 0 rewritten, 1 kept'
     """
-    policy = _checked("explain", policy, topology)
-    inner = fn
-    while isinstance(inner, Optimized):
-        inner = inner.__wrapped__
-    split = graphs.split((args, kwargs))
-    leaves, rebuild = _partition(split.arrays)
-
-    def flat(*traced: Any) -> Any:
-        merged_args, merged_kwargs = split.merge(rebuild(traced))
-        return split.outputs(inner(*merged_args, **merged_kwargs))
-
+    policy = checked("explain", policy, topology)
+    flat, leaves = flattened(fn, args, kwargs)
     jaxpr = jax.make_jaxpr(flat)(*leaves)
     if policy.is_lossy:
         jaxpr = marks.insert(jaxpr)
     rewriter = Rewriter(policy, Hardware(topology, jax.default_backend()))
     rewriter.run(jaxpr, Scope())
     return rewriter.report()
+
+
+def flattened(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """Returns ``fn``, without `optimize` around it, as a function of its arrays; and these."""
+    while isinstance(fn, Optimized):
+        fn = fn.__wrapped__
+    split = graphs.split((args, kwargs))
+    leaves, rebuild = _partition(split.arrays)
+
+    def flat(*traced: Any) -> Any:
+        merged_args, merged_kwargs = split.merge(rebuild(traced))
+        return split.outputs(fn(*merged_args, **merged_kwargs))
+
+    return flat, leaves
 
 
 class Optimized:
@@ -225,7 +230,8 @@ def _optimize_jitted(fn: Any, policy: Policy, topology: Topology | str | None) -
     return jitted
 
 
-def _checked(call: str, policy: Any, topology: Any) -> Policy:
+def checked(call: str, policy: Any, topology: Any) -> Policy:
+    """Returns the policy, or the default one for None, once it and the topology are checked."""
     policy = check_policy(call, policy)
     if topology is not None and not isinstance(topology, Topology | str):
         raise TypeError(
