@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,11 +62,25 @@ def run_steps(
 
     The steps are a scan inside one jitted `jax.shard_map`, whose state is donated.
     """
-    axes = mesh.axis_names
     if state is None:
         params = {k: jnp.zeros(v.shape[2:], v.dtype) for k, v in grads.items()}
         state = transformation.init(params)
     specs = gradients.state_specs(state)
+    flat, structure = jax.tree.flatten(specs, is_leaf=lambda s: isinstance(s, jax.P))
+    run = _runner(transformation, mesh, check_vma, structure, tuple(flat))
+    updates, state, largest = run(grads, state)
+    return Steps(
+        applied=jax.tree.map(np.asarray, updates),
+        state=jax.tree.map(np.asarray, state),
+        largest=float(np.max(largest)),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _runner(transformation: Any, mesh: Any, check_vma: bool, structure: Any, flat: Any) -> Any:
+    """Returns the jitted steps; the same for the same transformation, to compile once."""
+    axes = mesh.axis_names
+    specs = jax.tree.unflatten(structure, flat)
 
     def body(grads: Any, state: Any) -> Any:
         def step(state: Any, own: Any) -> Any:
@@ -79,7 +94,7 @@ def run_steps(
         return updates, state, largest
 
     spec = jax.P(None, axes)
-    run = jax.jit(
+    return jax.jit(
         jax.shard_map(
             body,
             mesh=mesh,
@@ -88,12 +103,6 @@ def run_steps(
             check_vma=check_vma,
         ),
         donate_argnums=1,
-    )
-    updates, state, largest = run(grads, state)
-    return Steps(
-        applied=jax.tree.map(np.asarray, updates),
-        state=jax.tree.map(np.asarray, state),
-        largest=float(np.max(largest)),
     )
 
 
