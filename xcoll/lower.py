@@ -7,7 +7,6 @@ varying axes off; `xcoll.primitives` gives the results their types back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from xcoll.algorithms import build
-from xcoll.encoded import MOVES
+from xcoll.encoded import MOVES, hops_on
 from xcoll.indexing import affine_lookup, lookup, put_slots, take_slots
 from xcoll.plan import Stage
 from xcoll.ranks import Ranks
@@ -129,6 +128,9 @@ class _Run:
         schedule = self.schedule
         is_own = schedule.enter == "own"
         for step in schedule.steps:
+            if self.wire is not None and isinstance(step, Repeat) and hops_on(step):
+                buffer, is_own = self._hops(step, self._full(buffer, is_own)), False
+                continue
             if isinstance(step, Repeat) and self.num_ranks > UNROLL_MAX_RANKS:
                 buffer, is_own = self._full(buffer, is_own), False
                 buffer = self._loop(step, buffer)
@@ -170,15 +172,45 @@ class _Run:
 
     def _loop(self, step: Repeat, buffer: jax.Array) -> jax.Array:
         def body(iteration: jax.Array, state: jax.Array) -> jax.Array:
-            run = self
-            if self.wire is not None and self.wire.key is not None:
-                key = jax.random.fold_in(self.wire.key, iteration)
-                run = _Run(self.schedule, self.ranks, self.op, replace(self.wire, key=key))
+            wire = None if self.wire is None else self.wire.numbered(iteration)
+            run = _Run(self.schedule, self.ranks, self.op, wire)
             for inner in step.body:
                 state = run._permute(inner.lanes, state, iteration)
             return state
 
         return lax.fori_loop(0, step.count, body, buffer)
+
+    def _hops(self, step: Repeat, buffer: jax.Array) -> jax.Array:
+        """Runs a ring's reduce-scatter: what arrives is summed, encoded and sent on at once."""
+        wire, (lanes,) = self.wire, (body.lanes for body in step.body)
+        assert wire is not None
+
+        def mine(slots: Slots, iteration: int | jax.Array) -> jax.Array:
+            return take_slots(buffer, slots, self._first(slots, iteration))
+
+        def hop(iteration: int | jax.Array, sent: list[jax.Array]) -> list[jax.Array]:
+            on_way = wire.numbered(iteration)
+            arrived = self._arrived(lanes, sent)
+            return [
+                on_way.accumulate_and_encode(mine(lane.recv, iteration), bits)
+                for lane, bits in zip(lanes, arrived, strict=True)
+            ]
+
+        sent, last = [wire.encode(mine(lane.send, 0)) for lane in lanes], step.count - 1
+        if self.num_ranks > UNROLL_MAX_RANKS:
+            sent = lax.fori_loop(0, last, hop, sent)
+        else:
+            for iteration in range(last):
+                sent = hop(iteration, sent)
+        for lane, bits in zip(lanes, self._arrived(lanes, sent), strict=True):
+            own = mine(lane.recv, last)
+            total = own + wire.decode(bits, own.shape[1])
+            buffer = put_slots(buffer, total, lane.recv, self._first(lane.recv, last))
+        return buffer
+
+    def _arrived(self, lanes: tuple[Lane, ...], sent: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(lanes, sent, strict=True)
+        return [self.ranks.permute(bits, lane.pairs) for lane, bits in pairs]
 
     def _permute(
         self, lanes: tuple[Lane, ...], buffer: jax.Array, iteration: int | jax.Array

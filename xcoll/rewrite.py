@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat, marks
-from xcoll.cuts import Cut, Cuts
+from xcoll.cut_rules import Cut
+from xcoll.cuts import Cuts
 from xcoll.errors import UnknownAxisError, XcollWarning, unknown
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
