@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,20 +21,7 @@ X = jnp.arange(1.0, 17.0).reshape(8, 2) / 16
 SWAP = [(0, 1), (1, 0)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """As much of a codec as a call looks at."""
-
-    needs_key: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithCodec(xcoll.Policy):
-    held: Codec = Codec(True)
-    is_lossy = True
-
-    def codecs(self):
-        return iter((Codec(False), self.held))
+RANDOM = xcoll.codecs.int8(rounding="stochastic")
 
 
 CALLS = {
@@ -81,8 +66,11 @@ def test_a_codec_that_rounds_at_random_needs_a_key(name):
         return shard(lambda x: ours(x, *args, **options, **more), False)
 
     with pytest.raises(ValueError, match=rf"{name}\(policy=...\): .*needs a key.*{name}\(.*key="):
-        run(policy=WithCodec())(X)
-    nearest = WithCodec(held=Codec(False))
+        run(policy=xcoll.Policy(codec={name: RANDOM}))(X)
+    with pytest.raises(ValueError, match="needs a key"):
+        run(policy=xcoll.Policy(codec={"i": RANDOM}))(X)
+    # Payloads as small as this stay exact.
+    nearest = xcoll.Policy(codec={"i": "int8", "pmax": RANDOM, "other": RANDOM})
     want = shard(lambda x: theirs(x, *args, **options), False)(X)
     np.testing.assert_array_equal(run(policy=nearest)(X), want)
     np.testing.assert_array_equal(run(policy=nearest, key=jax.random.key(0))(X), want)
@@ -92,7 +80,7 @@ def test_a_codec_that_rounds_at_random_needs_a_key(name):
 
 def test_the_key_goes_into_the_region():
     def fn(x, key):
-        return xcoll.psum(x, AXES, policy=WithCodec(), key=key)
+        return xcoll.psum(x, AXES, policy=xcoll.Policy(codec=RANDOM), key=key)
 
     sharded = jax.shard_map(fn, mesh=MESH, in_specs=(P(AXES), P()), out_specs=P())
     jaxpr = jax.make_jaxpr(sharded)(X, jax.random.key(0))

@@ -288,18 +288,11 @@ def test_equal_operands_share_a_mark():
     assert count(core.jaxpr_as_fun(jaxpr), X) == {"own": 3, "derived": 0}
 
 
-class Lossy(xcoll.Policy):
-    is_lossy = True
-
-    def codecs(self):
-        return iter(())
-
-
-@pytest.mark.parametrize("policy", [Lossy(), xcoll.Policy()])
+@pytest.mark.parametrize("policy", [xcoll.Policy(codec="int8"), xcoll.Policy()])
 def test_regions_of_lossy_policies_are_marked(policy):
     def fn(x):
         return bind(shard(moves, True), Region(policy), x)
 
-    own, derived = (4, 4) if policy.__class__ is Lossy else (0, 8)
+    own, derived = (4, 4) if policy.codec else (0, 8)
     assert count(jax.grad(lambda x: fn(x).sum()), X) == {"own": own, "derived": derived}
     np.testing.assert_array_equal(jax.jit(fn)(X), jax.jit(shard(moves, True))(X))

@@ -183,7 +183,7 @@ def test_at_least_forty_runs_at_eight_ranks():
         # Tiles of 32 rows, two directions: 2, 8 (of which 4 are in flight), 4, 1 and 1 in each.
         (ALL_REDUCE, 3, "on_wait", 340, np.float32),
         (REDUCE_SCATTER, 2, "eager", 470, BFLOAT16),
-        (ALL_GATHER, 5, "on_wait", 250, BFLOAT16),
+        (ALL_GATHER, 2, "on_wait", 250, BFLOAT16),
         (ALL_REDUCE, 5, "on_wait", 3, BFLOAT16),
         (ALL_REDUCE, 1, "on_wait", 5, np.float32),
         (REDUCE_SCATTER, 1, "on_wait", 5, np.float32),

@@ -48,3 +48,14 @@ def test_one_kernel_and_no_collective_of_xla(topology, axis_shapes, dtype, fn, e
     assert text.count('custom_call_target="tpu_custom_call"') == 1
     assert f"{fn.__name__}_int8" in text if encoded else fn.__name__ in text
     assert not hlo.collectives(program)
+
+
+def test_two_rings_in_one_program():
+    mesh = aot.mesh("v5e:2x4", (2, 4), ("outer", "x"))
+
+    def both(x):
+        return remote_dma.ring_all_reduce(remote_dma.ring_all_reduce(x, "x"), "outer")
+
+    shape = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    program = aot.compile(both, shape, mesh=mesh, in_specs=P(), out_specs=P(("outer", "x")))
+    assert program.as_text().count('custom_call_target="tpu_custom_call"') == 2

@@ -14,6 +14,7 @@ import numpy as np
 from xcoll import _compat, marks
 from xcoll.algorithms import check_choice, supports
 from xcoll.errors import UnknownAxisError, unknown
+from xcoll.permits import ALL
 from xcoll.policy import COLLECTIVE_OF, Policy, check_policy
 from xcoll.primitives import Region, bind, is_disabled
 
@@ -61,7 +62,8 @@ class Call:
         """Checks that there is a key where the policy's codec needs one, and drops a needless."""
         if self.policy is None:
             return  # An `xcoll.optimize` around the call may have a policy that needs it.
-        random = [c for c in getattr(self.policy, "codecs", tuple)() if c.needs_key]
+        permits = self.policy.narrowed("psum" if self.name == "pmean" else self.name).permits
+        random = [c for _, axis, c in permits if c and c.needs_key and axis in (ALL, *self.axes)]
         if random and self._key is None:
             raise ValueError(
                 f"{self.name}(policy=...): {random[0]} rounds at random and needs a key; pass"

@@ -118,7 +118,7 @@ def bind(fn: Callable[..., Any], region: Region, *args: Any) -> Any:
     jaxpr, out_shape = jax.make_jaxpr(flat_fn, return_shape=True)(*flat)
     # Tracers that fn closes over are constants of the jaxpr: they become operands.
     consts, opened = jaxpr.consts, jaxpr.with_consts(())
-    if getattr(region.policy, "is_lossy", False):
+    if region.policy.is_lossy:
         opened = marks.insert(opened)
     out = region_p.bind(*consts, *flat, call_jaxpr=opened, region=region)
     return jax.tree.unflatten(jax.tree.structure(out_shape), out)

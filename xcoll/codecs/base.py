@@ -122,8 +122,11 @@ class Codec:
 
     @property
     def idempotent(self) -> bool:
-        """Whether a decoded payload, encoded again, decodes to the same values."""
-        return True
+        """Whether a decoded payload, encoded again, decodes to the same values.
+
+        By chance, what was saturated may be rounded to another value.
+        """
+        return self.rounding == "nearest"
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -63,11 +63,6 @@ class BlockIntegers(Codec):
         return f"|error| <= {times} / {self.largest} + 2**-126"
 
     @property
-    def idempotent(self) -> bool:
-        """False where a scale is rounded up each time."""
-        return (self.scale, self.rounding) != ("exact", "stochastic")
-
-    @property
     def wire_dtype(self) -> str:
         """Codes and scales travel as int8."""
         return "int8"

@@ -54,7 +54,7 @@ class Setting:
         """Runs a kernel after the barrier; returns its outputs by name.
 
         Args:
-          name: to be seen in profiles.
+          name: to be seen in profiles, with the wire's suffix.
           kernel: called with refs: the payload's and the outputs' (HBM), and the scratch's.
           payload: its input.
           out_shapes: shapes and dtypes of its outputs.
@@ -86,7 +86,7 @@ class Setting:
             scratch_shapes=[scratch],
             compiler_params=pltpu.CompilerParams(collective_id=None if alone else given_id),
             interpret=False if self.interpret is None else self.interpret,
-            name=name,
+            name=name + self.wire.suffix,
         )
         out: dict[str, jax.Array] = called(payload)
         return out
@@ -139,7 +139,7 @@ def encoded_all_gather(setting: Setting, payload: jax.Array) -> jax.Array:
     shape = (setting.ring.num_ranks, *payload.shape)
     shapes = setting.encoded_shapes() | {"gathered": (shape, payload.dtype)}
     scratch = setting.encoded_scratch(payload.dtype, payload.dtype)
-    return setting.call("ring_all_gather_int8", kernel, payload, shapes, scratch)["gathered"]
+    return setting.call("ring_all_gather", kernel, payload, shapes, scratch)["gathered"]
 
 
 def all_reduce(setting: Setting, payload: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def encoded_all_reduce(setting: Setting, payload: jax.Array) -> jax.Array:
         "reduce": ring_reduce.scratch(setting.tiles, setting.wire, payload.dtype, jnp.float32),
         **setting.encoded_scratch(jnp.float32, payload.dtype),
     }
-    return setting.call("ring_all_reduce_int8", kernel, payload, shapes, scratch)["gathered"]
+    return setting.call("ring_all_reduce", kernel, payload, shapes, scratch)["gathered"]
 
 
 def _reduce(setting: Setting, payload: Any, result_of: Callable[[int], Any], refs: Refs) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ Parts = tuple[tuple[tuple[int, int], Any], ...]
 
 
 class Wire(Protocol):
-    """A form of tiles on the wire."""
+    """A form of tiles on the wire; ``suffix`` tells kernels apart by name."""
+
+    suffix: ClassVar[str]
 
     def parts(self, tile_rows: int) -> Parts:
         """Returns shape and dtype of each array that one tile is sent as."""
@@ -42,6 +44,7 @@ class Wire(Protocol):
 class PlainWire:
     """Tiles in the payload's dtype; sums are rounded to it, to nearest even, at each hop."""
 
+    suffix: ClassVar[str] = ""
     dtype: Any
 
     def parts(self, tile_rows: int) -> Parts:
@@ -71,6 +74,7 @@ class Int8Wire:
       saturate: largest finite value of the payload's dtype.
     """
 
+    suffix: ClassVar[str] = "_int8"
     limit: float
     saturate: float
 
