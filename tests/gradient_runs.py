@@ -164,16 +164,16 @@ def conservation_bound(steps: int, ranks: int, largest: float, power_rank: int =
     """Returns how far applied + residual may be from what was contributed.
 
     Let ``V`` bound every ``|x_i| / n + |r_i|``, so that it bounds what a rank gives to be sent and
-    what it keeps, and ``2 V`` what it sends. In a step of ``n`` ranks the float32 roundings, each at
-    most ``u`` of its result, are: n divisions of inputs (``V`` each), n additions of the residual
-    (``V``), n subtractions of what was sent (``V``), n - 1 additions of the sum (each at most
-    ``2 n V``), one of the carried residual (``2 n V + V``) and its subtraction (``V``). A factor of
-    1.01 is for the products of such errors.
+    what it keeps, and ``2 V`` what it sends. In a step of ``n`` ranks the float32 roundings, each
+    at most ``u`` of its result, are: n divisions of inputs (``V`` each), n additions of the
+    residual (``V``), n subtractions of what was sent (``V``), n - 1 additions of the sum (each at
+    most ``2 n V``), one of the carried residual (``2 n V + V``) and its subtraction (``V``). A
+    factor of 1.01 is for the products of such errors.
 
     With PowerSGD of rank k, what all apply is ``P (sum Q_i)^T`` and what each sent ``P Q_i^T``.
-    Columns of P are orthonormal, so a row of it has norm at most one, and ``|P| |Q_i|^T`` is at most
-    the norm of a matrix column, ``8 V`` for up to 64 rows: k roundings in each product and n in the
-    sum, of n ranks.
+    Columns of P are orthonormal, so a row of it has norm at most one, and ``|P| |Q_i|^T`` is at
+    most the norm of a matrix column, ``8 V`` for up to 64 rows: k roundings in each product and n
+    in the sum, of n ranks.
     """
     u = U32 * 1.01
     each = 3 * ranks + 2 * ranks * (ranks - 1) + 2 * ranks + 2

@@ -408,3 +408,52 @@ def test_compiled_for_accelerators_nothing_is_gathered_over_model(topology):
     assert kept(report) == [None, None]
     assert over_model(program, mesh) == []
     assert hlo.collectives(program), "and yet it communicates"
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_codecs(rounding):
+    mesh = mesh_of()
+    x = 1.1 * operand(mesh, rows=512, columns=128)
+    codec = xcoll.codecs.int8(rounding=rounding)
+
+    def body(x):
+        y = cut(x, None, "model")
+        key = jax.random.key(0)
+        return xcoll.psum(y, MANUAL, key=key), xcoll.all_gather(y, MANUAL, key=key, tiled=True)
+
+    fn = shard(body, mesh, (P(), SPLIT))
+    report, program = compiled(fn, x, policy=xcoll.Policy(codec=codec, algorithm="direct"))
+    total, gathered = report.sites
+    assert kept(report) == [None, None] and over_model(program, mesh) == []
+    assert total.plan.is_lossy and gathered.plan.is_lossy
+    assert nonzero(report.wire_bytes()) == nonzero(hlo.wire_bytes(program, mesh))
+    ranks = np.asarray(x, np.float64).reshape(4, 512, 128)
+    # Every element of the operand is below 10 in magnitude, so every block is.
+    for got, want, bound in zip(
+        program(x),
+        (ranks.sum(0), np.tile(np.asarray(x), (4, 1))),
+        (4 * 10 * total.plan.max_error, 10 * gathered.plan.max_error),
+        strict=True,
+    ):
+        error = np.abs(np.asarray(got) - want)
+        assert 0 < error.max() <= bound
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("topology", TARGETS)
+def test_codecs_compile_for_accelerators(topology):
+    package, _ = TARGETS[topology]
+    if importlib.util.find_spec(package.split(".")[0]) is None:
+        pytest.skip(f"needs {package}, of the aot extra")
+    mesh = aot.mesh(topology, (2, 2, 2), ("dcn", "data", "model"))
+    fn = shard(lambda x: lax.psum(cut(x, None, "model"), MANUAL), mesh, P())
+    sharding = jax.NamedSharding(mesh, P(MANUAL, "model"))
+    x = jax.ShapeDtypeStruct((4 * 1024, 1024), jnp.float32, sharding=sharding)
+    report, program = compiled(fn, x, policy=xcoll.Policy(codec="int8", algorithm="direct"))
+    (site,) = report.sites
+    assert site.plan.is_lossy and site.plan.kernels == "Pallas"
+    assert over_model(program, mesh) == []
+    # Mosaic and Triton kernels both, which no partitioner can cut: they compiled.
+    assert "custom-call" in program.as_text()
+    kinds = {dtype for row in hlo.collectives(program) for dtype in row.dtypes}
+    assert kinds == {"s8"}

@@ -59,7 +59,7 @@ def clip_by_global_norm(max_norm: float, *, axis_name: Axes) -> optax.GradientTr
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        check_axes("clip_by_global_norm", axes)
+        check_axes("clip_by_global_norm", axis_name)
         norm = jnp.sqrt(_sum_of_squares(updates, axes))
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
 

@@ -32,14 +32,25 @@ class SignCode:
     needs_key = False
 
     def encode(
-        self, x: jax.Array, *, dtype: str, key: jax.Array | None = None, kernels: bool = True
+        self,
+        x: jax.Array,
+        *,
+        dtype: str,
+        key: jax.Array | None = None,
+        kernels: bool = True,
+        is_real: jax.Array | bool = True,
     ) -> jax.Array:
-        """Encodes float32 ``(..., elements)`` as signs times the block's mean magnitude."""
+        """Encodes float32 ``(..., elements)`` as signs times the block's mean magnitude.
+
+        The mean is over the real elements: the padding of a short block would shrink it.
+        """
         del dtype, key, kernels
         slots = x.shape[:-1]
         blocks = x.reshape(*slots, -1, self.block)
+        real = jnp.broadcast_to(is_real, x.shape).reshape(blocks.shape)
+        count = jnp.maximum(jnp.sum(real, axis=-1, keepdims=True), 1).astype(jnp.float32)
         # Divided first: the sum of large magnitudes may overflow where the mean does not.
-        scale = jnp.sum(jnp.abs(blocks) / self.block, axis=-1)
+        scale = jnp.sum(jnp.abs(blocks) / count, axis=-1)
         scale = jnp.where(jnp.isfinite(blocks).all(axis=-1), scale, jnp.nan)
         is_positive = (x >= 0).reshape(*slots, -1, 8)
         bits = jnp.sum(jnp.where(is_positive, _BITS, 0), axis=-1, dtype=jnp.uint8)
@@ -57,6 +68,17 @@ class SignCode:
         scale = lax.bitcast_convert_type(scales, jnp.float32)[..., None]
         blocks = jnp.where(is_positive.reshape(*slots, num_blocks, self.block), scale, -scale)
         return blocks.reshape(*slots, elements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signs(TwoShot):
+    """The two-shot reduction of signs."""
+
+    code: SignCode
+
+    def encode(self, x: jax.Array, is_real: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Encodes float32 ``(..., elements)``, of which those that are not real are padding."""
+        return self.code.encode(x, dtype="float32", is_real=is_real)
 
 
 def sign(*, block: int = 256, feedback: bool = True) -> Compressor:
@@ -94,4 +116,4 @@ def sign(*, block: int = 256, feedback: bool = True) -> Compressor:
         raise ValueError(
             f"sign(block={block}): must be a positive multiple of 8, as eight signs are a byte"
         )
-    return TwoShot(code=SignCode(block=block), feedback=feedback)
+    return Signs(code=SignCode(block=block), feedback=feedback)

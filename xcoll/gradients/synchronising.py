@@ -124,7 +124,7 @@ def sync(
 
 
 def _synchronised(options: Options, updates: Any, state: Any) -> tuple[Any, Any]:
-    check_axes("sync", options.axes)
+    check_axes("sync", options.axes[0] if len(options.axes) == 1 else options.axes)
     leaves = leaves_of("sync", updates)
     check_varying("sync", leaves, options.axes)
     values, structure = jax.tree.flatten(updates)

@@ -29,7 +29,7 @@ class Code(Protocol):
     def encode(
         self, x: jax.Array, *, dtype: str, key: jax.Array | None = None, kernels: bool = True
     ) -> jax.Array:
-        """Encodes float32 ``(..., elements)``."""
+        """Encodes float32 ``(..., elements)``; padding is zeros."""
 
     def decode(
         self, wire: jax.Array, elements: int, *, dtype: str, kernels: bool = True
@@ -63,15 +63,18 @@ class TwoShot(Compressor):
         """Sums over ranks with two roundings, whatever the number of ranks."""
         del factors
         share = layout.share
-        wire = self._encode(x.reshape(channel.num_ranks, share), channel, site=0)
+        places = jnp.arange(layout.padded).reshape(channel.num_ranks, share)
+        wire = self._encode(
+            x.reshape(channel.num_ranks, share), places < layout.width, channel, site=0
+        )
         total = rank_sum(self._decode(channel.all_to_all(wire), share))
-        place = channel.rank() * share + jnp.arange(share)
-        total = jnp.where(place < layout.width, total, 0)
+        is_real = channel.rank() * share + jnp.arange(share) < layout.width
+        total = jnp.where(is_real, total, 0)
         if carried is not None:
             total = total + carried
         # One value, both sent and subtracted from.
         total = lax.optimization_barrier(total)
-        summed = self._encode(total, channel, site=1)
+        summed = self._encode(total, is_real, channel, site=1)
         result = self._decode(channel.all_gather(summed), share).reshape(-1)
         if carried is None:
             return Reduced(result, self._decode(wire, share).reshape(-1))
@@ -79,13 +82,16 @@ class TwoShot(Compressor):
         rest = total - channel.rounded(self._decode(summed, share))
         return Reduced(result, self._decode(wire, share).reshape(-1), rest)
 
-    def _encode(self, x: jax.Array, channel: Channel, site: int) -> jax.Array:
+    def _encode(self, x: jax.Array, is_real: jax.Array, channel: Channel, site: int) -> jax.Array:
+        # The barrier keeps the rank's own copy from being decoded other than the bits that the
+        # others get.
         key = channel.rank_key(site) if self.code.needs_key else None
-        # The sum is in float32, whatever the leaves are; the barrier keeps the rank's own copy
-        # from being decoded other than the bits that the others get.
-        return lax.optimization_barrier(
-            self.code.encode(x, dtype="float32", key=key, kernels=False)
-        )
+        return lax.optimization_barrier(self.encode(x, is_real, key))
+
+    def encode(self, x: jax.Array, is_real: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Encodes float32 ``(..., elements)``, of which those that are not real are padding."""
+        del is_real  # Zeros change no scale that the largest magnitude makes.
+        return self.code.encode(x, dtype="float32", key=key, kernels=False)
 
     def _decode(self, wire: jax.Array, share: int) -> jax.Array:
         decoded = self.code.decode(wire, share, dtype="float32", kernels=False)

@@ -114,7 +114,7 @@ def accumulate(
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AccumulateState]:
-        check_axes("accumulate", axes)
+        check_axes("accumulate", axis_name)
         leaves = leaves_of("accumulate", updates)
         check_varying("accumulate", leaves, axes)
         values, structure = jax.tree.flatten(updates)
