@@ -30,6 +30,7 @@ LAYERS = (
         "indexing",
         "wire",
         "encoded",
+        "execute",
         "lower",
         "payload",
         "nesting",

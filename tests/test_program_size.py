@@ -12,7 +12,7 @@ from algorithm_table import AG, AR, CASES, RS, Case
 from jax.extend.core import jaxprs_in_params
 from schedule_runner import enter, expected
 
-from xcoll import lower
+from xcoll import execute, lower
 from xcoll.algorithms import build, hierarchical, ring, torus
 from xcoll.plan import Span, Stage
 from xcoll.policy import Choice
@@ -115,7 +115,7 @@ def has_loops(case: Case) -> bool:
 
 @pytest.mark.parametrize("case", [c for c in CASES if has_loops(c)], ids=str)
 def test_loops_run_right(case: Case, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lower, "UNROLL_MAX_RANKS", 1)
+    monkeypatch.setattr(execute, "UNROLL_MAX_RANKS", 1)
     for num_ranks in (5, 6, 8):
         for dims in case.dims(num_ranks):
             if 1 not in dims:
@@ -124,5 +124,5 @@ def test_loops_run_right(case: Case, monkeypatch: pytest.MonkeyPatch):
 
 def test_slots_of_long_loops_fit_32_bits(monkeypatch: pytest.MonkeyPatch):
     # 70,000 slots, 35,000 iterations backwards: their product does not fit.
-    monkeypatch.setattr(lower, "UNROLL_MAX_RANKS", 1)
+    monkeypatch.setattr(execute, "UNROLL_MAX_RANKS", 1)
     on_devices(Case(hierarchical(num_segments=35001), AR, (2,)), 2, (2, 1), 0)

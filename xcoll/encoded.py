@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
 from xcoll.plan import Request
 from xcoll.ranks import Ranks
+from xcoll.schedule import Repeat
 from xcoll.wire import Wire
 
 MOVES = ("all_gather", "all_to_all", "permute")
 """Collectives that only move data."""
+
+
+def hops_on(step: Repeat) -> bool:
+    """Whether what a rank receives in one iteration is what it sends in the next, summed up."""
+    if step.count < 1 or len(step.body) > 1:
+        return False
+    for lane in step.body[0].lanes:
+        send, recv = lane.send, lane.recv
+        alike = replace(send, start=()) == replace(recv, start=())
+        ranks = range(len(send.start))
+        if not (lane.reduce and alike and not lane.active and len(lane.pairs) == len(ranks)):
+            return False
+        if any(recv.first(rank, 0) != send.first(rank, 1) for rank in ranks):
+            return False
+    return True
 
 
 def permute(x: jax.Array, request: Request, ranks: Ranks, wire: Wire, slot: int) -> jax.Array:

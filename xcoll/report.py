@@ -27,6 +27,8 @@ class Site:
       source: ``file:line`` of the user's code.
       group: number of the group it was planned in, or None where it was not planned.
       plan: the group's plan, or None.
+      max_error: the plan's bound on the error in any block, as a fraction of the sum over ranks of
+        the block's largest magnitude; None where there is no plan.
       predicted_time_s: predicted time of one execution of the whole group; None where unknown.
       native_time_s: the same for XLA's own collective.
       wire_bytes: bytes that the busiest rank sends in one execution of the whole group, by axis.
@@ -56,6 +58,11 @@ class Site:
     def native_time_s(self) -> float | None:
         """Seconds for one execution of the group, by XLA's own collective."""
         return _seconds(self.plan.native_time_ps) if self.plan else None
+
+    @property
+    def max_error(self) -> float | None:
+        """Bound on ``|error|`` in a block over the sum over ranks of its largest magnitude."""
+        return self.plan.max_error if self.plan else None
 
     @property
     def wire_bytes(self) -> dict[str, int]:
@@ -134,6 +141,8 @@ class Report:
                 "predicted_time_s": site.predicted_time_s,
                 "native_time_s": site.native_time_s,
                 "wire_bytes": site.wire_bytes,
+                "max_error": site.max_error,
+                "kernels": site.plan.kernels if site.plan else "",
             }
             sites.append(row)
         plans = {
@@ -170,9 +179,19 @@ class Report:
             )
         for row in self._rows():
             table.add_row(*row)
-        notes = [f"kept: {reason}" for reason in dict.fromkeys(s.kept_reason for s in self.kept)]
+        notes = list(self._lossy_notes())
+        notes += [f"kept: {reason}" for reason in dict.fromkeys(s.kept_reason for s in self.kept)]
         notes += [f"warning: {text}" for text in self.warnings]
         return Group(table, "", f"topology: {self.topology}", *notes)
+
+    def _lossy_notes(self) -> Iterator[str]:
+        """Yields for each group with a codec what it may be off by, and what carries it out."""
+        plans = [(group[0].group, group[0].plan) for group in self.groups()]
+        lossy = [(number, plan) for number, plan in plans if plan is not None and plan.kernels]
+        for number, plan in lossy:
+            yield f"# {number}: |error| <= {plan.max_error:.3g} x sum over ranks of max |block|"
+        for text in dict.fromkeys(plan.kernels for _, plan in lossy):
+            yield f"codecs by: {text}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         rows: dict[Any, list[Site]] = {}

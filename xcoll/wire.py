@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -55,9 +55,21 @@ class Wire:
         total = self.codec.reduce_and_encode(flat, elements, key=key, **self._options())
         return _tiled(total[None])
 
-    def accumulate(self, slots: jax.Array, bits: jax.Array) -> jax.Array:
-        """Returns ``slots + decode(bits)``, float32."""
-        return slots + self.decode(bits, slots.shape[1])
+    def accumulate_and_encode(self, slots: jax.Array, bits: jax.Array) -> jax.Array:
+        """Returns ``slots + decode(bits)`` on the wire."""
+        flat = bits.reshape(bits.shape[0], -1)
+        key, elements = self._next_key(), slots.shape[1]
+        return _tiled(
+            self.codec.accumulate_and_encode(slots, flat, elements, key=key, **self._options())
+        )
+
+    def numbered(self, iteration: int | jax.Array) -> Wire:
+        """Returns the wire for one iteration of a loop, which rounds by a key of its own."""
+        if self.key is None:
+            return self
+        self._encodings += 1
+        key = jax.random.fold_in(jax.random.fold_in(self.key, self._encodings), iteration)
+        return replace(self, key=key, _encodings=0)
 
     def _options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "platform": self.platform, "kernels": self.kernels}
