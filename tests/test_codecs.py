@@ -471,21 +471,33 @@ def ranks_of(codec, num_ranks, dtype, seed, kinds=("normal", "zeros", "30 orders
     )
 
 
+@functools.cache
+def contributions(codec, num_ranks, dtype):
+    @jax.jit
+    def fn(x, key):
+        amax = jnp.max(jax.vmap(codec.magnitude)(x))
+        one = functools.partial(codec.to_integers, dtype=dtype)
+        keys = jax.random.split(key, num_ranks)
+        return amax, jax.vmap(lambda x, key: one(x, num_ranks, amax, key))(x, keys)
+
+    return fn
+
+
+@functools.cache
+def value_of(codec, num_ranks, dtype):
+    return jax.jit(lambda total, amax: codec.from_integers(total, num_ranks, amax, dtype=dtype))
+
+
 def integers_of(codec, x, dtype, seed=0):
-    amax = max(codec.magnitude(jnp.asarray(rank)) for rank in x)
-    keys = jax.random.split(jax.random.key(seed), len(x))
-    integers = [
-        codec.to_integers(jnp.asarray(rank), len(x), amax, key, dtype=dtype)
-        for rank, key in zip(x, keys, strict=True)
-    ]
-    return amax, np.stack(integers)
+    amax, integers = contributions(codec, len(x), dtype)(x, jax.random.key(seed))
+    return amax, np.asarray(integers)
 
 
 @pytest.mark.parametrize("codec", FIXED, ids=str)
 @all_dtypes
 @examples(max_examples=8)
 @given(
-    num_ranks=st.sampled_from([1, 2, 3, 8, 31]),
+    num_ranks=st.sampled_from([1, 3, 31]),
     kinds=st.tuples(*[st.sampled_from([k for k in HARD if "largest" not in k])] * 3),
     seed=seeds,
 )
@@ -501,7 +513,7 @@ def test_fixed_point_sums(codec, dtype, num_ranks, kinds, seed):
         functools.reduce(np.add, ranks, np.zeros_like(integers[0]))
         for ranks in (integers, integers[order], integers[::-1])
     ]
-    got = [codec.from_integers(jnp.asarray(t), num_ranks, amax, dtype=dtype) for t in totals]
+    got = [value_of(codec, num_ranks, dtype)(total, amax) for total in totals]
     assert got[0].dtype == jnp.float32
     assert np.asarray(got[0]).tobytes() == np.asarray(got[1]).tobytes()
     assert np.asarray(got[0]).tobytes() == np.asarray(got[2]).tobytes()
@@ -647,7 +659,7 @@ def test_only_floats_pass(codec):
 @pytest.mark.parametrize("row", BY_CHANCE, ids=str)
 def test_rounding_by_chance_without_a_key(row):
     x = jnp.zeros(row.codec.block)
-    wire = row.codec.encode(x, dtype="float32", key=jax.random.key(0))
+    wire = jnp.zeros(row.codec.wire_items(x.size), row.codec.wire_dtype)
     for call in (
         lambda: row.codec.encode(x, dtype="float32"),
         lambda: row.codec.reduce_and_encode(wire[None], x.size, dtype="float32"),
@@ -667,7 +679,7 @@ def test_fixed_point_by_chance_without_a_key():
 def test_bad_slots(row):
     codec = row.codec
     x, key = jnp.zeros(2 * codec.block), key_for(row.codec)
-    wire = codec.encode(x, dtype="float32", key=key)
+    wire = jnp.zeros(codec.wire_items(x.size), codec.wire_dtype)
     with pytest.raises(ValueError, match="int16 values are never"):
         codec.encode(x, dtype="int16", key=key)
     with pytest.raises(ValueError, match="int16 values are never"):
