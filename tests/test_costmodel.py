@@ -12,8 +12,8 @@ from xcoll.accounting import operations, wire_bytes
 from xcoll.algorithms import ALGORITHMS
 from xcoll.costmodel import Operand, Pricer, operands, packing_ps
 from xcoll.emitted import UNROLLED_RANKS, permutes_in_program
-from xcoll.loads import span_digits
 from xcoll.execute import UNROLL_MAX_RANKS
+from xcoll.loads import span_digits
 from xcoll.natives import native_ps
 from xcoll.plan import Operation, Request, Span, Stage
 from xcoll.planner import plan

@@ -98,7 +98,7 @@ class Run:
     def _loop(self, step: Repeat, buffer: jax.Array) -> jax.Array:
         def body(iteration: jax.Array, state: jax.Array) -> jax.Array:
             wire = None if self.wire is None else self.wire.numbered(iteration)
-            run = Run(self.schedule, self.ranks, self.op, wire)
+            run = self if wire is self.wire else Run(self.schedule, self.ranks, self.op, wire)
             for inner in step.body:
                 state = run._permute(inner.lanes, state, iteration)
             return state
