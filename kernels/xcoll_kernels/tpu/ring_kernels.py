@@ -65,6 +65,7 @@ class Setting:
         if self.ring.axis_name not in jax.typeof(payload).manual_axis_type.varying:
             payload = lax.pcast(payload, self.ring.axis_name, to="varying")
         varying = jax.typeof(payload).manual_axis_type
+        unsharded = jax.NamedSharding(jax.sharding.get_abstract_mesh(), jax.P())
         alone = self.ring.num_ranks == 1
         default_id = _FIRST_COLLECTIVE_ID + self.ring.mesh_axes.index(self.ring.axis_name)
         given_id = default_id if self.collective_id is None else self.collective_id
@@ -78,7 +79,10 @@ class Setting:
         called = pl.pallas_call(
             body,
             out_shape={
-                key: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+                # The type keeps XLA from placing them in VMEM, which a block spec does not.
+                key: pltpu.HBM.like(
+                    jax.ShapeDtypeStruct(shape, dtype, sharding=unsharded, manual_axis_type=varying)
+                )
                 for key, (shape, dtype) in out_shapes.items()
             },
             in_specs=[hbm],
@@ -88,7 +92,7 @@ class Setting:
             interpret=False if self.interpret is None else self.interpret,
             name=name + self.wire.suffix,
         )
-        out: dict[str, jax.Array] = called(payload)
+        out: dict[str, jax.Array] = called(pltpu.with_memory_space_constraint(payload, pltpu.HBM))
         return out
 
     def encoded_shapes(self) -> Shapes:
