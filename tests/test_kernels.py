@@ -4,6 +4,7 @@ One suite for the reference and for the TPU and GPU kernels, which run in Pallas
 """
 
 import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -283,4 +284,6 @@ def test_kernels_are_chosen_by_platform_and_switched_off(platform):
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs an NVIDIA GPU")
 def test_on_the_gpu_of_this_machine():
     bench = Path(__file__).parent.parent / "bench" / "kernels.py"
-    subprocess.run([sys.executable, str(bench), "--check"], check=True, env={"JAX_PLATFORMS": ""})
+    subprocess.run(
+        [sys.executable, str(bench), "--check"], check=True, env={**os.environ, "JAX_PLATFORMS": ""}
+    )
