@@ -34,6 +34,9 @@ SHAPES = {"a": (37,), "b": (16, 24), "c": (1,), "d": (), "e": (61, 7), "f": (0, 
 CASES = [(1, True), (3, False), (5, True), (8, False)]
 """Numbers of ranks, with and without varying-axes types."""
 
+SLOW_TO_COMPILE = ("int8 stochastic", "bfloat16")
+"""Compressors that share their code with others: fewer cases of them."""
+
 
 @dataclass
 class Steps:

@@ -8,6 +8,7 @@ from gradient_runs import (
     CASES,
     COMPRESSORS,
     SHAPES,
+    SLOW_TO_COMPILE,
     conservation_bound,
     normal,
     residual_of,
@@ -43,8 +44,15 @@ def check_replicas(applied):
             assert values[:, rank].tobytes() == values[:, 0].tobytes(), (name, rank)
 
 
-@pytest.mark.parametrize(("ranks", "check_vma"), CASES)
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(
+    ("name", "ranks", "check_vma"),
+    [
+        (name, ranks, check_vma)
+        for name in COMPRESSORS
+        for ranks, check_vma in CASES
+        if name not in SLOW_TO_COMPILE or ranks in (3, 5)
+    ],
+)
 def test_applied_and_residual_are_what_was_contributed(name, ranks, check_vma):
     mesh = mesh_of(ranks)
     grads = normal(np.random.default_rng(ranks), STEPS, ranks, SHAPES)
@@ -56,7 +64,8 @@ def test_applied_and_residual_are_what_was_contributed(name, ranks, check_vma):
 
 
 @pytest.mark.parametrize(
-    ("name", "check_vma"), [*((name, True) for name in COMPRESSORS), ("int8", False)]
+    ("name", "check_vma"),
+    [*((name, True) for name in COMPRESSORS if name not in SLOW_TO_COMPILE), ("int8", False)],
 )
 def test_exact_around_compression(name, check_vma):
     # Exact over the inner axis: only a shard of each bucket is compressed, and has a residual.

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from gradient_runs import COMPRESSORS, normal, residual_of, run_steps
+from gradient_runs import COMPRESSORS, SLOW_TO_COMPILE, normal, residual_of, run_steps
 from spmd import assert_same_bits, mesh_of
 
 from xcoll import codecs, gradients
@@ -116,7 +116,11 @@ def test_a_state_of_other_ranks():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, np.nan) for name in COMPRESSORS), ("int8", np.inf), ("top_k", -np.inf)],
+    [
+        *((name, np.nan) for name in COMPRESSORS if name not in SLOW_TO_COMPILE),
+        ("int8", np.inf),
+        ("top_k", -np.inf),
+    ],
 )
 def test_what_is_not_finite_shows_and_leaves_the_residual(name, value):
     ranks, bad = 4, 300
@@ -179,7 +183,7 @@ def test_tiny_and_huge_gradients(name):
         assert np.abs(applied).max() <= 4 * np.abs(np.float64(grads["w"])).max()
 
 
-@pytest.mark.parametrize("name", ["int8 stochastic", "top_k", "powersgd"])
+@pytest.mark.parametrize("name", ["int8", "random_k", "powersgd"])
 def test_orbax_saves_and_restores_bit_for_bit(name, tmp_path):
     mesh = mesh_of(4, names=("data",))
     optimizer = sync("data", compressor=COMPRESSORS[name], mesh=mesh)
