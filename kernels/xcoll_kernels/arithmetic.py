@@ -77,11 +77,13 @@ def scale(exponent: Any) -> Any:
 def code(x: Any, inverse: Any, finite: Any) -> Any:
     """Returns int32 codes: ``x * inverse`` rounded to nearest even, 0 where not ``finite``.
 
-    Rounds by adding and subtracting 1.5 * 2**23, which Triton, without a rounding instruction,
-    can do too; exact for magnitudes below 2**22, and codes are at most 127.
+    Rounds by adding 1.5 * 2**23, which Triton, without a rounding instruction, can do too; exact
+    for magnitudes below 2**22, and codes are at most 127. The code is read off the sum's bits: a
+    compiler that subtracts the number again may find that the two cancel, as XLA:CPU of
+    jax 0.11.2 does, and truncate instead.
     """
     scaled = jnp.where(finite, flushed(x) * inverse, 0.0)
-    return ((scaled + _MAGIC) - _MAGIC).astype(jnp.int32)
+    return lax.bitcast_convert_type(scaled + _MAGIC, jnp.int32) - bits_of(_MAGIC)
 
 
 def value(codes: Any, exponent: Any, *, saturate: float) -> Any:
