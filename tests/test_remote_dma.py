@@ -5,6 +5,7 @@ see each race in each run, runs are repeated in several modes and all values com
 compiler says is in `test_remote_dma_aot`.
 """
 
+import doctest
 import functools
 import re
 
@@ -260,3 +261,7 @@ def test_bad_calls_say_what_is_wrong(fn, shape, options, error, message):
 def test_other_dtypes_are_refused(fn):
     with pytest.raises(NotImplementedError, match="float16.*float32 and bfloat16"):
         mapped(fn, jnp.zeros(4, jnp.float16))
+
+
+def test_the_example():
+    assert doctest.testmod(remote_dma) == (0, 6)

@@ -86,9 +86,9 @@ def ring_all_reduce(
       x: per shard, any shape, float32 or bfloat16. Call it inside `jax.shard_map`.
       axis_name: one mesh axis, of any size.
       encoded: whether the wire carries int8.
-      interpret: to run on CPU; None compiles for TPU.
+      interpret: to run on CPU, under ``check_vma=False``; None compiles for TPU.
       tile_rows: rows of 256 elements in a tile at most, a multiple of 32 up to 512. None: 256, and
-        512 if encoded, which stay within the VMEM of every TPU from v5e on.
+        512 if encoded, which fit the VMEM of v5e, v5p and v6e.
       collective_id: of the barrier semaphore; None: 16 + the index of the axis in the mesh. Kernels
         over other axes or of other packages must use others.
 
@@ -101,7 +101,7 @@ def ring_all_reduce(
 
     Example:
       >>> from functools import partial
-      >>> mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+      >>> mesh = jax.sharding.Mesh(jax.devices()[:2], ("x",))
       >>> fn = partial(ring_all_reduce, axis_name="x", interpret=pltpu.InterpretParams())
       >>> spec = jax.P("x")
       >>> sharded = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
