@@ -120,12 +120,11 @@ def carry_out(
     request = plan.request
     n, collective = request.num_ranks, request.collective
     shapes, dtype = [x.shape for x in xs], request.dtype
-    if key is not None:
-        key = jax.random.fold_in(key, jax.lax.axis_index(request.axes))
     codec, scales = plan.stages[0].codec, None
     if isinstance(codec, FixedPoint):
         scales = jax.lax.pmax(jnp.stack([codec.magnitude(x) for x in xs]), request.axes)
-        xs = [codec.to_integers(x, n, scales[i], key, dtype=dtype) for i, x in enumerate(xs)]
+        keys = _keys_of_sites(key, request, len(xs))
+        xs = [codec.to_integers(x, n, scales[i], keys[i], dtype=dtype) for i, x in enumerate(xs)]
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
     block = block_of(plan.stages)
     sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
@@ -149,6 +148,14 @@ def carry_out(
     ]
 
 
+def _keys_of_sites(key: jax.Array | None, request: Request, num_sites: int) -> list[Any]:
+    """Returns a key for what each site of a rank rounds: no two of them round alike."""
+    if key is None:
+        return [None] * num_sites
+    key = jax.random.fold_in(key, jax.lax.axis_index(request.axes))
+    return [jax.random.fold_in(key, i) for i in range(num_sites)]
+
+
 class _Stages:
     """Runs the stages of a plan on a packed operand: ``(rows, elements)`` in and out.
 
@@ -156,7 +163,7 @@ class _Stages:
       plan: the plan.
       sizes: sizes of its axes, in the mesh's order.
       block: the payload is whole blocks of so many elements.
-      key: of stochastic rounding, the rank folded in.
+      key: of stochastic rounding, the same on all ranks.
     """
 
     def __init__(self, plan: Plan, sizes: Mapping[str, int], block: int, key: jax.Array | None):
@@ -194,8 +201,20 @@ class _Stages:
         codec = self.stages[number].codec
         if codec is None or codec.integers is not None:
             return None
-        key = None if self._key is None else jax.random.fold_in(self._key, number)
+        key = None if self._key is None else self._key_of(number, self._key)
         return Wire(codec, self._dtype, self.request.platform, self._kernels, key)
+
+    def _key_of(self, number: int, key: jax.Array) -> jax.Array:
+        """Returns the key of a stage: of the rank's own, but the same where ranks hold the same.
+
+        What earlier stages have gathered is replicated over their spans, and has to stay so.
+        """
+        key = jax.random.fold_in(key, number)
+        if self.stages[number].collective != "all_gather":
+            return jax.random.fold_in(key, jax.lax.axis_index(self.request.axes))
+        for stage in self.stages[number:]:
+            key = jax.random.fold_in(key, Ranks(stage.span, self._sizes).index())
+        return key
 
     def _all_reduce(self, x: jax.Array) -> jax.Array:
         """Reduce-scatters inwards, all-reduces the share, all-gathers back outwards."""
