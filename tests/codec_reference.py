@@ -80,7 +80,8 @@ def hard_block(kind: str, size: int, dtype: str, rng: np.random.Generator) -> np
         "near the largest": lambda: largest * (1 - rng.uniform(0, 1, size) * 2.0**-6),
         "the largest": lambda: np.full(size, largest),
         "integers": lambda: np.floor(rng.uniform(0, 128, size)),
-        "halves": lambda: np.floor(rng.uniform(0, 128, size)) + 0.5,
+        # Ties of formats with fewer bits.
+        "halves": lambda: np.floor(rng.uniform(0, 2.0 ** rng.integers(3, 13), size)) + 0.5,
     }
     values = np.clip(spread[kind]() * signs, -largest, largest)
     return values.astype(np.float32).astype(DTYPES[dtype])

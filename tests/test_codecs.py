@@ -177,11 +177,17 @@ def test_blocks_of_one_magnitude_at_every_step_of_the_scale(row):
 def test_what_is_past_the_largest_value_is_saturated_until_it_rounds_to_infinity(row, dtype):
     """A float32 sum may be past a narrow dtype's largest value and yet round to it."""
     largest = np.float32(LARGEST[dtype])
-    steps = np.arange(1, 1 << 24, 997, dtype=np.int32)
-    with np.errstate(over="ignore"):
-        candidates = largest.view(np.int32) + steps[steps < 0x7F7FFFFF - largest.view(np.int32)]
-        candidates = np.concatenate([[largest], candidates.view(np.float32)])
-        finite = is_finite_in(candidates, dtype)
+    candidates = [largest, np.nextafter(largest, np.float32(0))]
+    if dtype != "float32":
+        # Half way to the next power of two, which rounds to infinity, and around it.
+        tie = np.float32((LARGEST[dtype] + 2.0 ** math.ceil(math.log2(LARGEST[dtype]))) / 2)
+        candidates += [np.nextafter(largest, np.float32(np.inf)), largest / 2 + tie / 2]
+        candidates += [tie, *np.nextafter(tie, np.float32([0, np.inf])), tie * np.float32(1.001)]
+    candidates = np.array(candidates, np.float32)
+    finite = is_finite_in(candidates, dtype)
+    assert list(finite) == (
+        [True] * 2 if dtype == "float32" else [True] * 4 + [False, True] + [False] * 2
+    )
     x = np.zeros((len(candidates), row.codec.block), np.float32)
     x[:, 0] = candidates
     got = round_trip(row.codec, dtype)(x.ravel(), key_for(row.codec)).reshape(x.shape)
@@ -329,6 +335,40 @@ def test_the_wire_of_int8_is_codes_then_exponents():
     wire = codecs.int8(block=4).encode(x, dtype="float32")
     # Scales 1 and 2: 3 / 2 and 5 / 2 are ties, to even.
     assert wire.tolist() == [1, -2, 127, 0, 2, -127, 2, 2, 127, -128]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_the_wire_of_small_floats_is_their_bits_then_exponents(dtype):
+    """The scale is 1 up to the format's largest value, and 2 beyond it."""
+    largest = LARGEST[dtype]
+    x = np.array([[largest, 1.0, -3.0, 2.0**-8], [largest * 1.125, 2.0, -largest, 0]], np.float32)
+    codec = codecs.cast(dtype, block=4)
+    wire = np.asarray(codec.encode(x.ravel(), dtype="float32"))
+    expected = (x / np.float32([[1], [2]])).astype(DTYPES[dtype]).view(wire.dtype)
+    np.testing.assert_array_equal(wire[:8].reshape(2, 4), expected)
+    np.testing.assert_array_equal(wire[8:], np.array([127, 128], np.uint8).astype(wire.dtype))
+
+
+EXACT = [row for row in TABLE if getattr(row.codec, "scale", "") == "exact"]
+
+
+@pytest.mark.parametrize("row", EXACT, ids=str)
+def test_exact_scales(row):
+    """16 bits of m / largest; by chance they are rounded up, so that no code is cut off."""
+    codec = row.codec
+    peaks = np.float32(np.random.default_rng(0).uniform(1, 2, 64) * 2.0 ** np.arange(-32, 32))
+    x = np.zeros((64, codec.block), np.float32)
+    x[:, 3] = peaks
+    wire = codec.encode(x, dtype="float32", key=key_for(codec))
+    codes = {"int8": codec.block, "int4": codec.block // 2}[codec.kind]
+    scales = np.ascontiguousarray(wire[:, codes : codes + 4]).view(np.float32)[:, 0]
+    assert (scales.view(np.int32) & 0xFF == 0).all()
+    ratio = scales.astype(np.float64) * {"int8": 127, "int4": 7}[codec.kind] / peaks
+    if codec.needs_key:
+        # Up: by a unit of 16 bits, and by four units of float32 before that.
+        assert (ratio >= 1).all() and (ratio <= (1 + 2.0**-15) * (1 + 2.0**-21)).all()
+    else:
+        assert (np.abs(ratio - 1) <= 2.0**-16 + 2.0**-22).all()
 
 
 # ---- sums ----
