@@ -292,10 +292,7 @@ def table(figures: dict[str, Any]) -> Table:
         for row in figures["rows"]:
             rates = [
                 "{:.0f} [{:.0f}, {:.0f}]".format(
-                    *(
-                        row["least_bytes"] / row[name][q] / 1e9
-                        for q in ("median_s", "high_s", "low_s")
-                    )
+                    *(row["least_bytes"] / row[name][quantile] / 1e9 for quantile in quantiles)
                 )
                 for name in ("copy", "kernel", "xla")
             ]
