@@ -280,6 +280,8 @@ def counted(mib: int) -> list[dict[str, Any]]:
 def table(figures: dict[str, Any]) -> Table:
     """Lays the figures out for people."""
     title = f"{figures['device']}; {figures['machine']}; jax {figures['jax']}; {figures['mib']} MiB"
+    if figures["timed"]:
+        title += f"; {figures['rounds']} rounds, median [quartiles]"
     out = Table(title=escape(title), title_justify="left")
     out.add_column("operation")
     out.add_column("codec")

@@ -3,7 +3,9 @@
 One suite for the reference and for the TPU and GPU kernels, which run in Pallas's interpreter.
 """
 
+import doctest
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -239,6 +241,13 @@ def test_why_not(platform, options, reason):
 def test_an_unknown_operation_lists_the_valid_ones():
     with pytest.raises(ValueError, match="'quantise'.*valid: quantize, dequantize, reduce_and"):
         xcoll_kernels.why_not("quantise", num_blocks=1, block=256, bits=8, platform="tpu")
+
+
+@pytest.mark.parametrize("module", ("dispatch", "reference"))
+def test_docstrings(module):
+    found = importlib.import_module(f"xcoll_kernels.{module}")
+    result = doctest.testmod(found, extraglobs={"jnp": jnp})
+    assert result.attempted and not result.failed
 
 
 X = jnp.ones((2, 64))
