@@ -35,8 +35,10 @@ def test_shapes_and_specs_of_a_chain():
     assert state_specs(state)[1][0].mu == {"w": jax.P(), "b": jax.P()}
 
 
-def test_the_state_lies_on_its_ranks():
-    mesh = mesh_of(4, names=("data",))
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_the_state_lies_on_its_ranks(kind):
+    kinds = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.make_mesh((4,), ("data",), kinds, devices=jax.devices()[:4])
     state = sync("data", compressor=INT8, mesh=mesh).init(jnp.zeros(1000))
     value = state.buckets[0].contributed.value
     assert {s.data.shape for s in value.addressable_shards} == {(1, 1024)}

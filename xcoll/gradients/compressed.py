@@ -20,6 +20,9 @@ from xcoll.gradients.options import Options
 from xcoll.gradients.per_rank import rank_axes
 from xcoll.policy import Policy
 
+_LANES = 128
+_TILE = 8 * _LANES
+
 
 class SyncState(NamedTuple):
     """State of `sync` with a compressor.
@@ -135,7 +138,22 @@ def _through(
     if not layout.exact:
         total, feedback = compressor.apply(rows[0], feedback, channel)
         return layout.unpack(total[None]), feedback
-    shard = collectives.psum_scatter(rows, layout.exact, policy=native)
+    tiles = _in_tiles(rows)
+    shard = collectives.psum_scatter(tiles, layout.exact, tiled=True, policy=native)
+    shard = shard.reshape(-1)[: layout.width]
     total, feedback = compressor.apply(shard, feedback, channel)
     rows = collectives.all_gather(total, layout.exact, to="invarying", policy=native)
     return layout.unpack(rows), feedback
+
+
+def _in_tiles(rows: jax.Array) -> jax.Array:
+    """Returns ``(num_shards, width)`` as rows of 128 elements, the shards one below the other.
+
+    The TPU compiler turns a reduce-scatter of flat shards, or of shards that are no whole tiles of
+    (8, 128), into an all-reduce and a slice. Shards under two tiles are left as they are.
+    """
+    width = rows.shape[1]
+    if width < 2 * _TILE:
+        return rows
+    rows = jnp.pad(rows, ((0, 0), (0, -width % _TILE)))
+    return rows.reshape(-1, _LANES)
