@@ -46,6 +46,35 @@ def test_json_is_a_plan(capsys):
         assert {axis for axis, _ in candidate["wire_bytes"]} == {"host", "device"}
 
 
+def test_a_codec_between_hosts(capsys):
+    code, out, err = run(capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--codec", "host=int8")
+    assert (code, err) == (0, "")
+    (chosen,) = [line for line in out.splitlines() if "> hierarchical" in line]
+    assert "/int8" in chosen
+    # One or two roundings of at most 1/127 of what the ranks put into a block.
+    assert "|error| <= 0.00787 x" in out or "|error| <= 0.0158 x" in out
+
+
+def test_an_error_budget(capsys):
+    _, out, _ = run(capsys, "plan", "psum", *SIXTEEN, *HOSTS, "--max-error", "0.001", "--json")
+    made = Plan.from_json(out)
+    assert made.is_lossy and 0 < made.max_error <= 0.001
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--codec", "int9"), "unknown codec 'int9'"),
+        (("--codec", "hots=int8"), "Did you mean 'host'?"),
+        (("--max-error", "-1"), "must be positive"),
+        (("--codec", "int8", "--max-error", "1e-6"), "the best, direct(shots=1)/int8"),
+    ],
+)
+def test_codecs_that_cannot_be(capsys, arguments, says):
+    code, out, err = run(capsys, "plan", "psum", *SIXTEEN, *HOSTS, *arguments)
+    assert (code, out) == (2, "") and says in err and err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "collective", "op"),
     [

@@ -54,7 +54,7 @@ LAYERS = (
     ),
     ("calls", "collectives", "rooted"),
     ("graphs", "transform", "deviation", "measure", "gradients", "hlo"),
-    ("cli", "__init__"),
+    ("typed", "cli", "__init__"),
 )
 """From the bottom: a module imports its own layer or lower ones, and never in a circle."""
 

@@ -6,7 +6,6 @@ Touches no device: plans are made from the topology's text alone.
 from __future__ import annotations
 
 import argparse
-import ast
 import math
 import re
 import sys
@@ -22,9 +21,11 @@ from rich.table import Table
 from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
-from xcoll.policy import COLLECTIVE_OF, Choice, Policy
+from xcoll.policy import COLLECTIVE_OF, Policy
 from xcoll.schedule import COLLECTIVES
 from xcoll.topology import Topology
+from xcoll.typed import read_choice as read_choice
+from xcoll.typed import read_codec
 from xcoll.units import readable_bytes, readable_time
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -101,6 +102,14 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--deterministic", action="store_true", help="sum floats in rank order, explicitly"
     )
+    command.add_argument(
+        "--codec", help="permit one: int8, or by axis: host=int8,device=bfloat16 (default: exact)"
+    )
+    command.add_argument(
+        "--max-error",
+        type=float,
+        help="permit all codecs up to this error, over the sum of the ranks' largest magnitudes",
+    )
     command.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
 
@@ -118,7 +127,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     policy = Policy(
         algorithm=None if arguments.algorithm is None else read_choice(arguments.algorithm),
         deterministic=arguments.deterministic,
+        codec=None if arguments.codec is None else read_codec(arguments.codec),
+        max_error=arguments.max_error,
     )
+    for _, axis, _ in policy.permits:
+        if axis and axis not in topology.axis_sizes:
+            raise _UsageError(unknown("--codec", "axis", axis, topology.axis_sizes))
     made = plan(_request(arguments, topology), topology, policy, strict=True)
     if arguments.json:
         print(made.to_json())
@@ -222,38 +236,6 @@ def _bytes(text: str) -> int:
     return number
 
 
-def read_choice(text: str) -> Choice:
-    """Reads a choice as `Choice` prints it.
-
-    Raises:
-      ValueError: the text is not of that form.
-
-    >>> print(read_choice("hierarchical(native, tree(radix=4))"))
-    hierarchical(native, tree(radix=4))
-    """
-    try:
-        return _choice(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        raise ValueError(
-            f"--algorithm {text}: write a name, with options in brackets: ring, tree(radix=4),"
-            " hierarchical(native, ring)"
-        ) from None
-
-
-def _choice(node: ast.expr) -> Choice:
-    if isinstance(node, ast.Name):
-        return Choice(node.id)
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise TypeError
-    options = []
-    for keyword in node.keywords:
-        value = ast.literal_eval(keyword.value)
-        if keyword.arg is None or type(value) is not int:  # a bool is one, too
-            raise TypeError
-        options.append((keyword.arg, value))
-    return Choice(node.func.id, tuple(sorted(options)), tuple(map(_choice, node.args)))
-
-
 def _print(made: Plan, topology: Topology) -> None:
     request = made.request
     console = Console()
@@ -292,7 +274,13 @@ def _print(made: Plan, topology: Topology) -> None:
         span = stage.span
         console.print(
             f"  {stage.collective} over {span.num_ranks} ranks of {', '.join(span.axes)}"
-            f" (stride {span.stride}): {stage.choice}",
+            f" (stride {span.stride}): {stage}",
+            highlight=False,
+            markup=False,
+        )
+    if made.is_lossy:
+        console.print(
+            f"  |error| <= {made.max_error:.3g} x sum over ranks of a block's largest magnitude",
             highlight=False,
             markup=False,
         )

@@ -204,6 +204,11 @@ class Schedule:
         return self.num_slots // self.num_ranks
 
 
+# libtpu pads the shares of a large reduce-scatter to eight tiles itself, and sends what it added.
+_UNITS = ((1024, 1), (16384, 128), (131072, 1024), (math.inf, 8192))
+"""Slots of fewer elements than the first number are whole units of the second."""
+
+
 def slot_elements(num_elements: int, num_slots: int, block: int = 1) -> int:
     """Returns the elements of one slot when a payload is cut into ``num_slots``, padded.
 
@@ -212,15 +217,15 @@ def slot_elements(num_elements: int, num_slots: int, block: int = 1) -> int:
       num_slots: it is cut into.
       block: elements that a codec encodes together: slots are whole blocks.
 
-    Large slots are whole (8, 128) tiles of a TPU, medium ones whole rows of 128, small ones
-    not padded beyond what divides; the padding is at most an eighth. The lowering and the
-    byte counts of plans both call this, so that they cannot disagree.
+    Large slots are whole (8, 128) tiles of a TPU, the largest eights of them, medium ones whole
+    rows of 128, small ones not padded beyond what divides; the padding is at most an eighth. The
+    lowering and the byte counts of plans both call this, so that they cannot disagree.
 
     >>> slot_elements(10, 4), slot_elements(5000, 4), slot_elements(100_000, 4)
     (3, 1280, 25600)
     """
     elements = -(-num_elements // num_slots)
-    unit = 1 if elements < 1024 else 128 if elements < 16384 else 1024
+    unit = next(size for most, size in _UNITS if elements < most)
     both = math.lcm(unit, block)
     # An odd block must not make the padding large: then slots are whole blocks only.
     unit = both if both <= max(unit, elements // 8) else block
