@@ -356,14 +356,19 @@ EXACT = [row for row in TABLE if getattr(row.codec, "scale", "") == "exact"]
 def test_exact_scales(row):
     """16 bits of m / largest; by chance they are rounded up, so that no code is cut off."""
     codec = row.codec
-    peaks = np.float32(np.random.default_rng(0).uniform(1, 2, 64) * 2.0 ** np.arange(-32, 32))
-    x = np.zeros((64, codec.block), np.float32)
+    largest = {"int8": 127, "int4": 7}[codec.kind]
+    rng = np.random.default_rng(0)
+    peaks = np.float32(rng.uniform(1, 2, 64) * 2.0 ** np.arange(-32, 32))
+    # Just past those whose scale has 16 bits already.
+    short = np.float32(rng.integers(1 << 15, 1 << 16, 1024) * largest)
+    peaks = np.concatenate([peaks, np.nextafter(short, np.float32(np.inf))])
+    x = np.zeros((len(peaks), codec.block), np.float32)
     x[:, 3] = peaks
     wire = codec.encode(x, dtype="float32", key=key_for(codec))
     codes = {"int8": codec.block, "int4": codec.block // 2}[codec.kind]
     scales = np.ascontiguousarray(wire[:, codes : codes + 4]).view(np.float32)[:, 0]
     assert (scales.view(np.int32) & 0xFF == 0).all()
-    ratio = scales.astype(np.float64) * {"int8": 127, "int4": 7}[codec.kind] / peaks
+    ratio = scales.astype(np.float64) * largest / peaks
     if codec.needs_key:
         # Up: by a unit of 16 bits, and by four units of float32 before that.
         assert (ratio >= 1).all() and (ratio <= (1 + 2.0**-15) * (1 + 2.0**-21)).all()
