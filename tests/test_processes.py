@@ -40,6 +40,33 @@ run("unknown network", None)
 run("alike", hierarchical)
 run("unlike", xcoll.Policy(algorithm="ring" if here else "tree"))
 run("after", None, topology="2*cpu:2@200Mbit")
+
+# A normal number for each rank and element, the same in both processes.
+blocks = np.random.default_rng(0).normal(size=(4, 8, 256)).astype(np.float32)
+long = jax.make_array_from_callback((4 * 2048,), spec, lambda i: blocks.reshape(-1)[i])
+
+
+def encoded(name, codec):
+    fn = jax.shard_map(lambda v: lax.psum(v, axes), mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    policy = xcoll.Policy(codec=codec, algorithm=xcoll.algorithms.hierarchical(), min_bytes=0)
+    ours = xcoll.optimize(fn, policy=policy)
+    try:
+        out = jax.jit(ours)(long)
+        copies = [np.asarray(shard.data) for shard in out.addressable_shards]
+        error = np.abs(copies[0] - blocks.astype(np.float64).sum(0).reshape(-1)).reshape(8, 256).max(1)
+        plan = ours.reports[-1].sites[0].plan
+        results[name] = {
+            "bits": [copy.tobytes().hex() for copy in copies],
+            "error": float((error / np.abs(blocks).max(2).sum(0)).max()),
+            "bound": plan.max_error,
+            "plan": plan.name,
+        }
+    except xcoll.PlanMismatchError as error:
+        results[name] = str(error)
+
+
+encoded("int8", {"host": "int8"})
+encoded("other codecs", {"host": "int8" if here else "int4"})
 print("RESULTS" + json.dumps(results), flush=True)
 jax.distributed.shutdown()
 """
@@ -68,3 +95,18 @@ def test_unlike_is_an_error_on_both(results):
         kind, message, _ = result["unlike"]
         assert kind == "PlanMismatchError"
         assert "ring" in message and "tree" in message
+
+
+def test_int8_between_hosts_leaves_the_same_bits_on_all_ranks(results):
+    bits = [copy for result in results for copy in result["int8"]["bits"]]
+    assert len(bits) == 4 and len(set(bits)) == 1
+    for result in results:
+        made = result["int8"]
+        assert made["plan"] == "hierarchical(native, direct/int8)"
+        # Two roundings, each of at most 1/127; the sums in float32 add almost nothing.
+        assert 0 < made["error"] <= made["bound"] <= 2.01 / 127
+
+
+def test_unlike_codecs_are_an_error_on_both(results):
+    for result in results:
+        assert "int8" in result["other codecs"] and "int4" in result["other codecs"]
