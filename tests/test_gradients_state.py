@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from gradient_runs import COMPRESSORS, SLOW_TO_COMPILE, normal, residual_of, run_steps
 from spmd import assert_same_bits, mesh_of
 
@@ -61,6 +62,14 @@ def test_init_inside_shard_map_is_init_outside(name):
         jax.shard_map(transformation.init, mesh=mesh, in_specs=jax.P(), out_specs=specs)
     )(params)
     assert_same_bits(inside, outside)
+
+
+def test_states_of_the_same_parameters_are_alike_however_they_are_wrapped():
+    mesh = mesh_of(2)
+    transformation = sync("i", compressor=INT8, mesh=mesh)
+    wrapped = transformation.init({"w": nnx.Param(jnp.zeros(3))})
+    plain = transformation.init({"w": jnp.zeros(3)})
+    assert jax.tree.structure(wrapped) == jax.tree.structure(plain)
 
 
 def test_the_number_of_ranks_must_be_known():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +22,8 @@ class Layout:
 
     Attributes:
       leaves: positions of the leaves in the tree.
-      names: names of the leaves.
+      names: names of the leaves, for messages; no part of what makes two layouts equal, since the
+        same parameters are named otherwise inside Flax's variables.
       shapes: shapes of the leaves, per shard of the mesh.
       axes: ``(axis, size)`` of every axis that the state has ranks of, in the order of the ranks.
       compressed: axes that are compressed over.
@@ -32,7 +33,7 @@ class Layout:
     """
 
     leaves: tuple[int, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...] = field(compare=False)
     shapes: tuple[tuple[int, ...], ...]
     axes: tuple[tuple[str, int], ...]
     compressed: tuple[str, ...]

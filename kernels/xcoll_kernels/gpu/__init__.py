@@ -1,7 +1,9 @@
 """Triton kernels for NVIDIA GPUs, through Pallas.
 
 Triton because it compiles, for H100 and without `ptxas` installed, all that the four operations
-need. What Mosaic GPU, which is to follow it in Pallas, would take:
+need. jax calls this backend deprecated (a `DeprecationWarning` where a kernel is lowered, which
+Python does not show by default) and still uses it by default. What Mosaic GPU, which is to follow,
+would take:
 
 - `plgpu.kernel` in place of `pl.pallas_call`, with the loop over blocks and the copies into
   shared memory written out (`plgpu.emit_pipeline`, `plgpu.copy_gmem_to_smem` and their barriers).
