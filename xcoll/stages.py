@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,9 @@ def _lower(
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.
     plain = [_compat.without_manual_type(aval) for aval in ctx.avals_in]
-    with _compat.check_vma(False):
+    with _compat.check_vma(False), warnings.catch_warnings():
+        # jax says so of every Triton kernel; who trains with one can do nothing about it.
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         return mlir.lower_fun(implementation)(ctx.replace(avals_in=plain), *args)
 
 
