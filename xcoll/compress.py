@@ -120,18 +120,26 @@ def moved_axes(request: Request) -> tuple[str, ...]:
 def assignments(request: Request, policy: Policy) -> Iterator[Policy]:
     """Yields the policies to try: the given one or, for an error budget alone, one a codec.
 
-    Each codec for all axes, and for each single one.
+    For all axes, and for each single one, the codecs that take the dtype, fewest bytes first. Those
+    that are over the budget with a single rounding are left out, but for the finest.
     """
     if policy.codec is not None:
         yield policy
         return
     sizes = zip(request.axes, request.axis_sizes, strict=True)
     axes = [axis for axis, size in sizes if size > 1]
-    for name in codecs.CODECS:
-        codec = codecs.named(name)
-        if codec.refuses(request.dtype) is None:
-            for axis in ("", *(axes if len(axes) > 1 else ())):
+    taken = [c for c in codecs.CODECS.values() if c.refuses(request.dtype) is None]
+    taken.sort(key=lambda c: (c.wire_bytes((_MANY,), request.dtype), c.max_error))
+    finest = min((c.max_error for c in taken), default=0.0)
+    budget = max(policy.max_error or 0.0, finest)
+    for axis in ("", *(axes if len(axes) > 1 else ())):
+        for codec in taken:
+            if codec.max_error <= budget:
                 yield replace(policy, codec=(("", axis, codec),))
+
+
+_MANY = 1 << 20
+"""Elements by which codecs are compared: whole blocks of any."""
 
 
 def kernels_for(request: Request, stages: Sequence[Stage], policy: Policy) -> str:

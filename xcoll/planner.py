@@ -121,8 +121,10 @@ class _Maker(Options):
             advice = "; name an algorithm to use the codec anyway" if self.policy.is_lossy else ""
             return self.native_plan(f"unknown topology: {self.topology.why_unknown}{advice}")
         encoded = self._encoded_options()
-        if (over := self._check_budget(encoded)) is not None:
-            return over
+        exact = [] if self.policy.codec else [self.native]
+        if (over := self._check_budget([*exact, *encoded])) is not None:
+            plan = _Maker(self.request, self.topology, self.policy.exact()).free()
+            return replace(plan, reason=f"{plan.reason}; exact: {over}")
         options = sorted([*self._exact_options(), *encoded], key=lambda option: option.order)
         native = self.native.time_ps
         assert native is not None
@@ -135,6 +137,8 @@ class _Maker(Options):
         enough = [o for o in allowed if (o.time_ps or 0) * 100 <= native * (100 - GAIN_PERCENT)]
         first = least_departure(enough) if enough else allowed[0]
         assert first.time_ps is not None
+        if not enough and (why_not := self._over_budget(self.native.stages)) is not None:
+            return self.made(first, f"native is none: {why_not}", [self.native, *options])
         if not enough:
             gain = 100 - 100 * first.time_ps // native if native else 0
             how = f"{gain} % faster" if gain > 0 else "not faster"
@@ -161,11 +165,21 @@ class _Maker(Options):
         if not self.policy.is_lossy:
             return []
         found: dict[tuple[Stage, ...], Option] = {}
+        settled = set[str]()
         for policy in assignments(self.request, self.policy):
+            axis = "" if self.policy.codec else policy.permits[0][1]
+            if axis in settled:
+                continue
+            new: dict[tuple[Stage, ...], Option] = {}
             for stages, where in self._structures(policy):
                 made = compress(self.request, stages, policy)
                 if not isinstance(made, str) and made not in found and _is_encoded(made):
-                    found[made] = self.option(made, where)
+                    new[made] = self.option(made, where)
+            found |= new
+            # Codecs come by their bytes: where the fastest plan of one is within the budget, a
+            # finer one for the same axes has no faster.
+            if not self.policy.codec and new and min(new.values(), key=_cheapest).barred is None:
+                settled.add(axis)
         return list(found.values())
 
     def _structures(self, policy: Policy) -> Iterator[tuple[tuple[Stage, ...], str]]:
@@ -183,14 +197,13 @@ class _Maker(Options):
         for name, stages in hierarchies(self.request, self.topology, price):
             yield stages, _where(name)
 
-    def _check_budget(self, encoded: Sequence[Option]) -> Plan | None:
-        """Returns None where a plan keeps the error budget; else the exact plan, if permitted.
+    def _check_budget(self, candidates: Sequence[Option]) -> str | None:
+        """Returns None where a plan keeps the error budget; else why not, if the policy goes on.
 
         Raises:
           ValueError: no plan keeps it, and the policy does not say to be exact then.
         """
         budget = self.policy.max_error
-        candidates = list(encoded) if self.policy.codec else [self.native, *encoded]
         if budget is None or not candidates:
             return None
         best = min(candidates, key=lambda option: (self.bound(option.stages), option.name))
@@ -198,8 +211,7 @@ class _Maker(Options):
         if bound <= budget:
             return None
         if self.policy.over_budget == "exact":
-            plan = _Maker(self.request, self.topology, self.policy.exact()).free()
-            return replace(plan, reason=f"{plan.reason}; exact: {best.name} has {bound:.3g}")
+            return f"{best.name} has {bound:.3g}"
         raise ValueError(
             f"{self.request.collective} of {self.request.dtype} over {self.request.axes}: no plan"
             f" keeps Policy(max_error={budget:g}); the best, {best.name}, has an error bound of"
@@ -234,10 +246,13 @@ class _Maker(Options):
                     )
                 note = f"; exact: {encoded}"
             else:
-                if (over := self._check_budget(encoded)) is not None:
-                    return over
+                exact = [] if self.policy.codec else [self.option(found)]
+                over = self._check_budget([*exact, *encoded])
                 fits = [o for o in encoded if self._over_budget(o.stages) is None]
-                found = min(fits or encoded, key=_cheapest).stages
+                if fits:
+                    found = min(fits, key=_cheapest).stages
+                elif over is not None:
+                    note = f"; exact: {over}"
         if request.collective == "permute" and not _is_encoded(found):
             return self.native_plan(PERMUTATION + note)
         option = self.option(found)
