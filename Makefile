@@ -14,14 +14,18 @@ CANDIDATES := python3.13 python3.12 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python3
 RUNS := -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-oldest lint format types bench clean
+.PHONY: help demo demo-int8 test test-oldest lint format types bench convergence clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/installed ## train a small language model plain and optimised on 8 virtual CPU devices
 	$(RUN) examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 \
 	  --topology '2*cpu:4@200Mbit' --out runs/demo
+
+demo-int8: .venv/installed ## the same with int8 between hosts, beside the exact run
+	$(RUN) examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 --steps 30 \
+	  --topology '2*cpu:4@200Mbit' --codec int8@host --max-ratio 0.27 --out runs/demo-int8
 
 test: .venv/installed-aot ## all tests, with the TPU and GPU compilers
 	$(PY) -m pytest -n 2 $(PYTEST_ARGS)
@@ -40,10 +44,14 @@ format: .venv/installed-dev ## let ruff rewrite the files
 types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
-bench: .venv/installed ## overhead of the pass, planning time, schedules against their bounds
+bench: .venv/installed ## overhead, planning time, schedules against their bounds, errors of codecs
 	$(RUN) bench/overhead.py
 	$(RUN) bench/planner.py
 	$(RUN) bench/schedules.py
+	$(RUN) bench/errors.py
+
+convergence: .venv/installed-bench ## train through each codec and compressor: about 10 minutes
+	$(RUN) bench/convergence.py
 
 clean: ## remove the virtual environments and everything that was built
 	rm -rf .venv .venv-oldest build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -78,6 +86,10 @@ PIP_INSTALL = -m pip install --quiet --disable-pip-version-check --constraint
 
 .venv/installed-dev: .venv/installed
 	$(PY) $(PIP_INSTALL) constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.venv/installed-bench: .venv/installed
+	$(PY) $(PIP_INSTALL) constraints.txt --no-build-isolation --editable '.[bench]'
 	@touch $@
 
 .venv/installed-aot: .venv/installed-dev

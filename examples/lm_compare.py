@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,27 @@ Tree = Any
 
 LOSS_TOLERANCE = 0.02
 """Nats a byte by which held-out losses may differ: rounding alone, grown over the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Further:
+    """What a third run adds to the comparison.
+
+    Attributes:
+      run: its measurements.
+      predicted: bytes that the busiest device was to send, by axis.
+      report: of its collectives.
+      figures: what else it measured.
+      checks: what has to hold.
+      table: it beside the optimised run.
+    """
+
+    run: Run
+    predicted: dict[str, int]
+    report: xcoll.Report
+    figures: dict[str, Any]
+    checks: dict[str, bool]
+    table: Table = field(repr=False)
 
 
 def gradient_difference(
@@ -98,8 +120,9 @@ def compare(
     settings: dict[str, Any],
     out: Path,
     console: Console,
+    further: Further | None = None,
 ) -> int:
-    """Prints both tables, writes ``summary.json``, and returns the exit code."""
+    """Prints the tables, writes ``summary.json``, and returns the exit code."""
     checks = {
         "gradient_within_bound": gradient["max_ratio"] <= 1.0,
         "held_out_agrees": abs(plain.held_out - optimised.held_out) <= LOSS_TOLERANCE,
@@ -112,10 +135,14 @@ def compare(
         "Counted in the compiled programs. Whole link: what all devices together send over that"
         " axis. XLA's own collective counts as one flat ring over its devices.\n"
     )
+    if further is not None:
+        console.print(further.report)
+        console.print(further.table)
+        checks |= further.checks
     for check, passed in checks.items():
         console.print(f"{'ok  ' if passed else 'FAIL'} {check.replace('_', ' ')}")
     if jax.process_index() == 0:
-        summary = {
+        summary: dict[str, Any] = {
             "settings": settings,
             "runs": {
                 run.name: vars(run) | {"predicted": by_axis}
@@ -125,6 +152,11 @@ def compare(
             "checks": checks,
             "report": json.loads(report.to_json()),
         }
+        if further is not None:
+            summary["runs"][further.run.name] = vars(further.run) | {"predicted": further.predicted}
+            summary["compressed"] = further.figures | {
+                "report": json.loads(further.report.to_json())
+            }
         path = out / "summary.json"
         path.write_text(json.dumps(summary, indent=1) + "\n")
         console.print(f"wrote {path}", markup=False)
@@ -135,17 +167,20 @@ def table(
     plain: Run,
     optimised: Run,
     predicted: tuple[dict[str, int], dict[str, int]],
-    gradient: dict[str, float],
+    gradient: dict[str, float] | None,
+    allows: str = "rounding allows there",
 ) -> Table:
-    """Lays out both runs; narrow enough for 80 columns."""
+    """Lays out two runs; narrow enough for 80 columns."""
     out = Table(
-        title="plain against optimised; bytes and operations of one step", title_justify="left"
+        title=f"{plain.name} against {optimised.name}; bytes and operations of one step",
+        title_justify="left",
     )
     out.add_column("", no_wrap=True)
-    for heading in ("plain", "optimised", "difference"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    out.add_row("gradient, largest difference", "", "", f"{gradient['max_difference']:.1e}")
-    out.add_row("  rounding allows there", "", "", f"{gradient['bound_there']:.1e}")
+    for heading in (plain.name, optimised.name, "difference"):
+        out.add_column(heading, justify="right", no_wrap=len(heading) <= 12, overflow="fold")
+    if gradient is not None:
+        out.add_row("gradient, largest difference", "", "", f"{gradient['max_difference']:.1e}")
+        out.add_row(f"  {allows}", "", "", f"{gradient['bound_there']:.1e}")
     for label, a, b in (
         ("loss, first step", plain.losses[0], optimised.losses[0]),
         ("loss, last step", plain.losses[-1], optimised.losses[-1]),

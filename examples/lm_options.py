@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from jax.sharding import Mesh
+from lm_codecs import compression, parse_codec, parse_compressor
 from lm_devices import parse_mesh, parse_process
 from lm_model import Config
 
@@ -55,16 +57,60 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument(
         "--algorithm", type=_converted(_algorithm), help="force one algorithm, e.g. ring"
     )
+    parser.add_argument(
+        "--codec",
+        type=_converted(parse_codec),
+        metavar="NAME[@AXIS]",
+        help="send gradients through a codec too, over one axis or all: int8@host",
+    )
+    parser.add_argument(
+        "--compressor",
+        type=_converted(parse_compressor),
+        metavar="NAME[:ARG][@AXIS]",
+        help="send gradients through a compressor too: top_k:0.01@host, powersgd:4, sign",
+    )
+    parser.add_argument(
+        "--error-feedback",
+        action="store_true",
+        help="add in the next step what --codec dropped in this one",
+    )
+    parser.add_argument(
+        "--max-ratio",
+        type=_converted(_number),
+        help="fail where the compressed step sends more than this part of the exact one's bytes",
+    )
     parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
     parser.add_argument("--steps", type=positive, default=40)
     parser.add_argument("--batch", type=positive, default=16, help="sequences a step, in all")
     parser.add_argument("--seq-len", type=positive, default=128, help="bytes a sequence")
-    parser.add_argument("--lr", type=_converted(_rate), default=1e-3, help="learning rate of AdamW")
+    parser.add_argument(
+        "--lr", type=_converted(_number), default=1e-3, help="learning rate of AdamW"
+    )
     parser.add_argument("--seed", type=_whole(0, 2**31 - 1), default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--dim", type=_whole(1, step=Config.heads), default=256, help="width")
     parser.add_argument("--layers", type=positive, default=4)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        args.compression = compression(args.codec, args.compressor, args.error_feedback)
+        if args.max_ratio is not None and args.compression is None:
+            raise ValueError(
+                f"--max-ratio {args.max_ratio}: of which compression? Add --codec or --compressor"
+            )
+    except ValueError as err:
+        parser.error(str(err))
+    return args
+
+
+def settings(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
+    """Returns the options, and what they ran on, as values for JSON."""
+    found = vars(args) | {"out": str(args.out), "jax": jax.__version__, "mesh": dict(mesh.shape)}
+    found["device_kind"] = mesh.devices.flat[0].device_kind
+    for option in ("codec", "compressor", "compression"):
+        del found[option]
+    if args.compression is not None:
+        found["compression"] = args.compression.name
+    return found
 
 
 def check_topology(text: str, mesh: Mesh) -> None:
@@ -107,7 +153,7 @@ def _whole(low: int, high: int | None = None, step: int = 1) -> Callable[[str], 
     return _converted(parse)
 
 
-def _rate(text: str) -> float:
+def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:

@@ -9,9 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +25,7 @@ from rich.progress import (
 )
 
 from xcoll import hlo
+from xcoll.hlo.text import num_bytes as num_bytes_of
 
 Tree = Any
 
@@ -44,6 +47,7 @@ class Run:
         program.
       total: bytes that all devices together send a step, by mesh axis, counted likewise.
       collectives: how often each collective runs in a step of the compiled program.
+      dtypes: for each mesh axis, the bytes in ``total`` by dtype, as HLO writes it.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Run:
     busiest: dict[str, int]
     total: dict[str, int]
     collectives: dict[str, int]
+    dtypes: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class _Training:
@@ -92,12 +97,38 @@ class _Training:
             busiest=hlo.wire_bytes(self.program, mesh),
             total={axis: hlo.crossing_bytes(self.program, mesh, axis) for axis in mesh.axis_names},
             collectives=dict(collectives),
+            dtypes={axis: wire_dtypes(self.program, mesh, axis) for axis in mesh.axis_names},
         )
+
+
+def wire_dtypes(program: Any, mesh: jax.sharding.Mesh, axis: str) -> dict[str, int]:
+    """Returns the bytes that all devices send over an axis, by the dtype they travel in.
+
+    Counted in the compiled program as `xcoll.hlo.crossing_bytes` does.
+    """
+    sent: Counter[str] = Counter()
+    places = np.unravel_index(np.arange(mesh.devices.size), mesh.devices.shape)
+    place = places[mesh.axis_names.index(axis)]
+    for collective in hlo.collectives(program):
+        crossing = sum(
+            num_bytes
+            for source, to, num_bytes in hlo.sends(collective, mesh)
+            if place[source] != place[to]
+        )
+        if crossing:
+            # Operations of several dtypes may have been combined.
+            sizes: Counter[str] = Counter()
+            for dtype, dims in collective.operands:
+                sizes[dtype] += num_bytes_of(dtype, dims)
+            for dtype, size in sizes.items():
+                share = Fraction(size, sizes.total())
+                sent[dtype] += int(crossing * share * (collective.executions or 1))
+    return dict(sent)
 
 
 def train(
     steps: Mapping[str, Any],
-    make_state: Callable[[], tuple[Tree, Tree]],
+    make_state: Callable[[str], tuple[Tree, Tree]],
     batches: Iterator[jax.Array],
     *,
     num_steps: int,
@@ -113,7 +144,7 @@ def train(
 
     Args:
       steps: jitted functions by name; they may donate the state.
-      make_state: makes parameters and optimizer state, the same each time.
+      make_state: makes a step's parameters and optimizer state, the same each time.
       batches: one sharded array of tokens a step.
       num_steps: how many.
       held_out: maps parameters to the held-out loss.
@@ -121,10 +152,11 @@ def train(
       console: where progress is shown.
     """
     first = next(batches)
-    trainings = [_Training(name, step, make_state(), first) for name, step in steps.items()]
+    trainings = [_Training(name, step, make_state(name), first) for name, step in steps.items()]
     remaining = itertools.islice(itertools.chain([first], batches), num_steps)
+    width = max(map(len, ("optimised", *steps)))
     columns = (
-        TextColumn("{task.description:>9}"),
+        TextColumn(f"{{task.description:>{width}}}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),

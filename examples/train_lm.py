@@ -9,6 +9,11 @@ Eight virtual devices, planned as two hosts behind a slow link::
     python examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 \
         --topology '2*cpu:4@200Mbit'
 
+The same with int8 between the hosts, as a third run beside the other two::
+
+    python examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 \
+        --topology '2*cpu:4@200Mbit' --codec int8@host
+
 The devices that are there (TPU, GPU or CPU), one process or several::
 
     python examples/train_lm.py
@@ -23,12 +28,13 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import lm_compare
+import lm_compressed
 import lm_data
 import lm_runs
 import numpy as np
@@ -37,10 +43,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lm_devices import initialize_processes, make_mesh, use_virtual_devices
 from lm_model import Config, Transformer, next_byte_loss
-from lm_options import arguments, check_topology, fail
+from lm_options import arguments, check_topology, fail, settings
 from rich.console import Console
 
 import xcoll
+from xcoll import gradients
 
 Tree = Any
 
@@ -54,12 +61,14 @@ class Job:
       optimizer: the optax transformation.
       mesh: the devices; every axis carries data.
       fsdp: keep each parameter, and its optimizer state, in shards over all devices.
+      syncs: the optimizer averages gradients itself (`xcoll.gradients.sync`).
     """
 
     config: Config
     optimizer: optax.GradientTransformation
     mesh: Mesh
     fsdp: bool = False
+    syncs: bool = False
 
     @functools.cached_property
     def model(self) -> Transformer:
@@ -89,12 +98,8 @@ class Job:
             lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, axes),
             self.shard_dims,
         )
-        state = optax.tree_map_params(
-            self.optimizer,
-            lambda _, spec: spec,
-            jax.eval_shape(self.optimizer.init, self.params),
-            params,
-            transform_non_params=lambda _: PartitionSpec(),
+        state = gradients.state_specs(
+            jax.eval_shape(self.optimizer.init, self.params), self.params, params
         )
         return params, state, PartitionSpec(axes)
 
@@ -139,7 +144,8 @@ def make_step(job: Job) -> Callable[..., Any]:
 
     def step(params: Tree, opt_state: Tree, tokens: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         loss, grads = local_gradients(params, tokens)
-        updates, opt_state = job.optimizer.update(average(grads), opt_state, params)
+        grads = grads if job.syncs else average(grads)
+        updates, opt_state = job.optimizer.update(grads, opt_state, params)
         loss = jax.lax.pmean(loss, job.mesh.axis_names)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -186,6 +192,8 @@ def set_up(args: argparse.Namespace) -> Mesh:
         mesh = make_mesh(args.mesh)
         if args.topology:
             check_topology(args.topology, mesh)
+        if args.compression:
+            args.compression.check(mesh, args.fsdp)
         if args.batch % mesh.size:
             raise ValueError(f"--batch {args.batch}: must divide by the {mesh.size} devices")
         if jax.process_index() == 0:
@@ -211,6 +219,13 @@ def main(argv: list[str] | None = None) -> int:
 
     policy = xcoll.Policy(algorithm=args.algorithm)
     optimised = xcoll.optimize(step, policy=policy, topology=args.topology)
+    steps, jobs = {"plain": step, "optimised": optimised}, {"plain": job, "optimised": job}
+    if (third := args.compression) is not None:
+        optimizer, lossy = third.apply(job.optimizer, policy, mesh)
+        jobs[third.name] = replace(job, optimizer=optimizer, syncs=optimizer is not job.optimizer)
+        steps[third.name] = xcoll.optimize(
+            make_step(jobs[third.name]), policy=lossy, topology=args.topology
+        )
 
     # A log has no width of its own; 80 columns would squeeze the table of collectives.
     width = None if sys.stdout.isatty() else 120
@@ -220,12 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     held_out = list(itertools.islice(batches(corpus.held_out, job, args, 0), 8))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     state = initial_state(job, args.seed)
-    runs = lm_runs.train(
-        {
-            name: jax.jit(function, donate_argnums=(0, 1))
-            for name, function in (("plain", step), ("optimised", optimised))
-        },
-        lambda: copy(state),
+    plain, exact, *others = lm_runs.train(
+        {name: jax.jit(function, donate_argnums=(0, 1)) for name, function in steps.items()},
+        lambda name: copy(state) if jobs[name] is job else initial_state(jobs[name], args.seed),
         batches(corpus.train, job, args, args.seed),
         num_steps=args.steps,
         held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
@@ -239,22 +251,40 @@ def main(argv: list[str] | None = None) -> int:
         step, *state, tokens, policy=xcoll.Policy.native(), topology=args.topology
     )
     optimised_probe = xcoll.optimize(probe, policy=policy, topology=args.topology)
+    found = jax.jit(optimised_probe)(state[0], tokens)
+    roundings = lm_compare.roundings(optimised_probe.reports[-1], mesh.size - 1)
     gradient = lm_compare.gradient_difference(
-        jax.jit(probe)(state[0], tokens),
-        jax.jit(optimised_probe)(state[0], tokens),
-        roundings=mesh.size - 1 + lm_compare.roundings(optimised_probe.reports[-1], mesh.size - 1),
+        jax.jit(probe)(state[0], tokens), found, roundings=mesh.size - 1 + roundings
     )
+    is_planned = mesh.size > 1 and bool(args.topology or args.algorithm)
+    further = None
+    if third is not None:
+        lossy_probe = xcoll.optimize(probe, policy=lossy, topology=args.topology)
+        error = lm_compressed.gradient_error(
+            found, jax.jit(lossy_probe)(state[0], tokens)[0], lossy_probe.reports[-1], roundings
+        )
+        further = lm_compressed.compare(
+            exact,
+            others[0],
+            compression=third,
+            exact_predicted=report.wire_bytes(),
+            report=steps[third.name].reports[-1],
+            gradient=error if third.compressor is None else None,
+            mesh=mesh,
+            is_expected=is_planned or third.compressor is not None,
+            max_ratio=args.max_ratio,
+        )
     return lm_compare.compare(
-        *runs,
+        plain,
+        exact,
         predicted=(unchanged.wire_bytes(), report.wire_bytes()),
         gradient=gradient,
         report=report,
-        rewrite_expected=mesh.size > 1 and bool(args.topology or args.algorithm),
-        settings=vars(args)
-        | {"out": str(args.out), "jax": jax.__version__, "mesh": dict(mesh.shape)}
-        | {"device_kind": mesh.devices.flat[0].device_kind},
+        rewrite_expected=is_planned,
+        settings=settings(args, mesh),
         out=args.out,
         console=console,
+        further=further,
     )
 
 

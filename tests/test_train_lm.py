@@ -286,7 +286,7 @@ def test_runs_take_turns_over_the_same_batches_each_with_its_own_state():
     shown = io.StringIO()
     plain, optimised = lm_runs.train(
         {name: FakeStep(name, calls) for name in ("plain", "optimised")},
-        lambda: (0, None),
+        lambda name: (0, None),
         (np.full((2, 5), index) for index in itertools.count()),
         num_steps=6,
         held_out=float,
