@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from codec_table import FIXED, TABLE
+from jax import lax
 from lossy import SUMS, Call, roundings, same_replicas, telescoped
-from spmd import mesh_of, on_ranks, sharded
+from spmd import assert_same_bits, mesh_of, on_ranks, sharded
 
 import xcoll
-from xcoll import Policy
+from xcoll import Policy, execute
 from xcoll.algorithms import direct, hierarchical
 from xcoll.codecs import Codec, FixedPoint
 
@@ -256,3 +257,55 @@ def test_functional_calls_are_planned_alone_and_give_the_same():
     for call, a, b, x in zip(calls, got, want, xs, strict=True):
         np.testing.assert_array_equal(a, b, str(call))
         assert (a != call.exact(x)).any(), call
+
+
+BY_AXIS = {
+    "inner by chance": {"j": xcoll.codecs.int8(block=32, rounding="stochastic")},
+    "outer by chance": {"i": xcoll.codecs.int4(block=32, rounding="stochastic")},
+    "two codecs": {"i": xcoll.codecs.int4(block=32), "j": xcoll.codecs.int8(block=48)},
+    "codec and cast": {"i": xcoll.codecs.int8(block=32), "j": xcoll.codecs.cast("bfloat16")},
+}
+LARGEST_ERROR = {"inner by chance": 2 / 127, "outer by chance": 2 / 7, "two codecs": 1 / 7,
+                 "codec and cast": 1 / 127}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_AXIS)
+def test_codecs_by_axis(name):
+    """What one axis has gathered is sent on over the other alike by all who hold it."""
+    mesh, axes, key = mesh_of(2, 2), ("i", "j"), jax.random.key(1)
+    calls = [Call("psum"), Call("psum_scatter"), Call("all_gather"), Call("all_to_all")]
+    x = np.random.default_rng(1).standard_normal((4, 4 * 97)).astype(np.float32)
+
+    def fn(x):
+        return [c.run(axes, 4, key=key)(x) for c in calls]
+
+    policy = Policy(codec=BY_AXIS[name], algorithm=hierarchical("direct", "direct"), min_bytes=0)
+    ours = xcoll.optimize(fn, policy=policy)
+    out = on_ranks(ours, mesh, x)
+    for call, site, y in zip(calls, ours.reports[-1].sites, out, strict=True):
+        assert site.plan.is_lossy
+        # Two roundings over each axis at most; blocks of both codecs lie inside one of 96.
+        assert site.plan.max_error <= telescoped(LARGEST_ERROR[name], 4) + 1e-5
+        bound = call.bound(x, 96, site.plan.max_error, 4)
+        assert (np.abs(y.astype(np.float64) - call.exact(x)) <= bound).all(), call
+        assert not call.is_replicated or same_replicas(y), call
+
+
+@pytest.mark.parametrize("codec", [xcoll.codecs.int8(scale="exact"),
+                                   xcoll.codecs.cast("float8_e4m3fn")], ids=str)  # fmt: skip
+def test_long_rings_are_loops_with_the_same_result(codec, monkeypatch):
+    """More than 16 ranks go round in a loop: here with five."""
+    x = np.random.default_rng(2).standard_normal((5, 1031)).astype(np.float32)
+    policy = Policy(codec=codec, algorithm="ring", min_bytes=0)
+
+    def run():
+        def fn(x):
+            return lax.psum(x, "i"), lax.all_gather(x, "i")
+
+        return on_ranks(xcoll.optimize(fn, policy=policy), mesh_of(5), x)
+
+    unrolled = run()
+    monkeypatch.setattr(execute, "UNROLL_MAX_RANKS", 1)
+    looped = run()
+    for a, b in zip(unrolled, looped, strict=True):
+        assert_same_bits(a, b)

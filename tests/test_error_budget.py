@@ -232,3 +232,12 @@ def test_bounds_of_long_rings():
         # Hops, the gathering, and additions in float32 over all ranks.
         low = np.expm1(times * np.log1p(2.0**-11))
         assert low * (1 - 1e-9) <= made.max_error <= low * 1.01 + 2 * ranks * 2.0**-24 * (1 + low)
+
+
+def test_bounds_beyond_all_numbers_are_still_numbers():
+    """(1 + 1/7)^131072 is past the range of float64; the plan is one, and is read back."""
+    topology = Topology.parse("512*v5e:16x16", axes={"data": 8192, "model": 16})
+    wanted = request(axes=("data", "model"), axis_sizes=(8192, 16), platform="tpu")
+    made = plan(wanted, topology, Policy(codec="int4", algorithm="ring"))
+    assert made.is_lossy and made.max_error > 1e100
+    assert Plan.from_json(made.to_json()) == made

@@ -53,6 +53,9 @@ def max_error(request: Request, stages: Sequence[Stage]) -> float:
     return error * _SLACK
 
 
+_MOST = 1e300
+"""What is past it is not told apart: no float32 is as many times another."""
+
 _SUMS = ("all_reduce", "reduce_scatter")
 
 
@@ -68,7 +71,7 @@ def _rounded(error: float, by: float, times: int) -> float:
             factor *= power
         power *= power
         times //= 2
-    return (1 + error) * factor - 1
+    return min((1 + error) * factor - 1, _MOST)
 
 
 def _roundings(stage: Stage) -> int:
