@@ -229,11 +229,15 @@ def test_a_ranks_own_copy_is_decoded_too(target, collective, choice, codec):
     assert not bypasses(program)
 
 
-def test_the_check_sees_a_bypass():
-    """An exact ring adds the rank's own float32 values, and so does one that skips the codec."""
+@pytest.mark.parametrize("target", ["cpu", "v5e:4x4", "h100:8"])
+def test_the_check_sees_what_is_exact(target):
     exact = Policy(algorithm={"all_reduce": "recursive_doubling"})
-    _, program, _ = compiled("cpu", "all_reduce", exact, (256, 128))
+    _, program, _ = compiled(target, "all_reduce", exact, (256, 128))
     assert bypasses(program)
+
+
+def test_the_check_sees_a_bypass():
+    """A rank that adds its own values as they are to those that it has decoded."""
 
     def own_kept(x):
         bits = INT8.encode(x.reshape(1, -1), dtype="float32")
