@@ -78,8 +78,9 @@ class TwoShot(Compressor):
         result = self._decode(channel.all_gather(summed), share).reshape(-1)
         if carried is None:
             return Reduced(result, self._decode(wire, share).reshape(-1))
-        # Rounding to the result's dtype is part of what was not sent.
-        rest = total - channel.rounded(self._decode(summed, share))
+        # Rounding to the result's dtype is part of what was not sent; what a code makes of the
+        # padding is not, and would come back to grow the next step's scale.
+        rest = jnp.where(is_real, total - channel.rounded(self._decode(summed, share)), 0)
         return Reduced(result, self._decode(wire, share).reshape(-1), rest)
 
     def _encode(self, x: jax.Array, is_real: jax.Array, channel: Channel, site: int) -> jax.Array:
