@@ -130,6 +130,7 @@ def run(steps: int, seeds: int, console: Console) -> dict[str, Any]:
                 "wire_dtypes": variant.dtypes,
             }
             check(name, rows)
+            console.print(f"{name}: held-out losses {', '.join(f'{loss:.4f}' for loss in ends)}")
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -144,7 +145,7 @@ def run(steps: int, seeds: int, console: Console) -> dict[str, Any]:
 
 
 def check(name: str, rows: dict[str, dict[str, Any]]) -> None:
-    """Stops where runs do not start alike, or a loss is not finite.
+    """Stops where runs do not start alike.
 
     The first loss is taken before any update, of the same parameters and text: only the compiler's
     order of float32 operations may differ.
@@ -153,8 +154,6 @@ def check(name: str, rows: dict[str, dict[str, Any]]) -> None:
     expected = np.array([losses[0] for losses in rows["exact"]["losses"]])
     if not np.all(np.abs(first - expected) <= 1e-4 * expected):
         raise SystemExit(f"{name}: its first losses are {first}, not {expected}")
-    if not np.all(np.isfinite([*np.ravel(rows[name]["losses"]), *rows[name]["held_out"]])):
-        raise SystemExit(f"{name}: a loss is not finite")
 
 
 def main() -> int:
@@ -184,7 +183,12 @@ def main() -> int:
                 f" {target['difference']:+.2%} of the exact one's (target {target['target']:.1%})"
             )
         console.print(f"wrote {args.out}/convergence.json and convergence.png", markup=False)
-    return 0 if all(target["met"] for target in found.values()) else 1
+    diverged = [
+        n for n, row in figures["variants"].items() if not np.all(np.isfinite(row["held_out"]))
+    ]
+    if diverged:
+        print(f"diverged: {', '.join(diverged)}", file=sys.stderr)
+    return 1 if diverged or not all(target["met"] for target in found.values()) else 0
 
 
 def _positive(text: str) -> int:

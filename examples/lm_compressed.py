@@ -39,20 +39,20 @@ def gradient_error(
       program is not finite.
     """
     mean, own = exact
-    largest: list[Any] = [
-        np.max(np.abs(np.asarray(g)).reshape(g.shape[0], -1), 1) for g in jax.tree.leaves(own)
-    ]
-    per_device = np.max(np.array(largest, np.float64), 0)
+
+    @jax.jit
+    def figures(mean: Tree, averaged: Tree, own: Tree) -> tuple[jax.Array, jax.Array]:
+        leaves = zip(jax.tree.leaves(mean), jax.tree.leaves(averaged), strict=True)
+        differences = [jnp.max(jnp.abs(a - b)) for a, b in leaves]
+        largest = [jnp.max(jnp.abs(g).reshape(len(g), -1), 1) for g in jax.tree.leaves(own)]
+        return jnp.max(jnp.stack(differences)), jnp.mean(jnp.max(jnp.stack(largest), 0))
+
+    # Of all processes: arrays that span several can be read only once they are reduced.
+    difference, magnitude = map(float, figures(mean, averaged, own))
     unit = float(jnp.finfo(jnp.float32).eps) / 2
-    # 1 % for the terms in unit^2, and for the compiler's own order in the backward pass.
-    bound = (1.01 * largest_error(report) + 1.01 * (roundings + 2) * unit) * float(
-        np.mean(per_device)
-    )
-    differences = [
-        np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)))
-        for a, b in zip(jax.tree.leaves(mean), jax.tree.leaves(averaged), strict=True)
-    ]
-    difference = float(np.max(differences))
+    # 1 % for the terms in unit^2, these figures' own roundings and the compiler's own order in the
+    # backward pass.
+    bound = 1.01 * (largest_error(report) + (roundings + 2) * unit) * magnitude
     ratio = difference / bound if math.isfinite(difference) and math.isfinite(bound) else math.nan
     return {"max_difference": difference, "bound_there": bound, "max_ratio": ratio}
 

@@ -3,6 +3,9 @@
 import io
 import json
 import math
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +105,39 @@ def test_compressors_end_to_end(tmp_path, options, dtype, least, most):
     assert max(found["wire_dtypes"], key=found["wire_dtypes"].get) == dtype
     assert found["gradient"] is None
     assert summary["runs"]["optimised"]["losses"][0] == summary["runs"][found["name"]]["losses"][0]
+
+
+def test_int8_between_two_processes(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
+    options += ["--codec", "int8@host"]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                train_lm.__file__,
+                *SMALL,
+                *options,
+                "--distributed",
+                f"{address},2,{index}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], printed
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["checks"] == dict.fromkeys(summary["checks"], True)
+    assert set(summary["compressed"]["wire_dtypes"]) == {"s8", "f32"}
 
 
 def test_the_default_demo_has_two_runs(tmp_path):
