@@ -3,7 +3,9 @@
 
 OLDEST_JAX := 0.11.2
 OLDEST_TESTS := tests/test_transform.py tests/test_rewrite.py tests/test_hints.py tests/test_graphs.py \
-  tests/test_collectives.py tests/test_composites.py tests/test_laws.py tests/test_program_size.py
+  tests/test_collectives.py tests/test_composites.py tests/test_laws.py tests/test_program_size.py \
+  tests/test_marks.py tests/test_keys.py tests/test_partial_manual.py tests/test_measure.py \
+  tests/test_compressed_gradients.py tests/test_gradients_buckets.py tests/test_gradients_windows.py
 
 PY := .venv/bin/python
 OLDEST_PY := .venv-oldest/bin/python
@@ -44,10 +46,11 @@ format: .venv/installed-dev ## let ruff rewrite the files
 types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
-bench: .venv/installed ## overhead, planning time, schedules against their bounds, errors of codecs
+bench: .venv/installed-aot ## overhead, planning, schedules against bounds, kernels, errors of codecs
 	$(RUN) bench/overhead.py
 	$(RUN) bench/planner.py
 	$(RUN) bench/schedules.py
+	$(RUN) bench/kernels.py
 	$(RUN) bench/errors.py
 
 convergence: .venv/installed-bench ## train through each codec and compressor: about 10 minutes
