@@ -275,3 +275,22 @@ def test_fixed_point_has_the_same_bits_for_every_algorithm_order_and_mesh(bits):
             assert_same_bits(out, first, f"{choice} {shape}")
         assert ours.reports[-1].sites[0].plan.is_lossy, choice
     assert first is not None and (first[0] != x.astype(np.float64).sum(0)).any()
+
+
+BY_CHANCE = [
+    codecs.fixed_point(8, rounding="stochastic"),
+    codecs.int8(block=BLOCK, rounding="stochastic"),
+]
+
+
+@pytest.mark.parametrize("codec", BY_CHANCE, ids=str)
+def test_leaves_of_the_same_values_are_rounded_independently(codec):
+    x = np.random.default_rng(6).standard_normal((N, 8 * BLOCK)).astype(np.float32)
+    policy = Policy(codec=codec, algorithm="direct", min_bytes=0)
+
+    def fn(x, y):
+        return xcoll.psum([x, y], "i", policy=policy, key=jax.random.key(0))
+
+    a, b = on_ranks(fn, mesh_of(N), x, x.copy())
+    assert same_replicas(a) and same_replicas(b)
+    assert (a != b).any()
