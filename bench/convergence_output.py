@@ -62,9 +62,9 @@ def table(figures: dict[str, Any]) -> Table:
         "worst seed",
         "slow axis, bytes a step",
         "of exact",
-        "on the wire",
     ):
         out.add_column(heading, justify="right")
+    out.add_column("on the wire", no_wrap=True)
     exact_bytes = variants["exact"]["slow_axis_bytes"]
     for name, row in variants.items():
         difference = differences(variants, name)
@@ -85,14 +85,15 @@ def table(figures: dict[str, Any]) -> Table:
 def dtypes(sent: dict[str, int]) -> str:
     """Returns the dtypes on the wire with their parts of the bytes, the largest first.
 
-    >>> dtypes({"f32": 10, "s8": 90})
-    's8 90 %, f32 10 %'
+    >>> dtypes({"f32": 1, "s8": 300})
+    's8 100 %, f32 < 1 %'
     """
     total = sum(sent.values())
-    ordered = sorted(sent.items(), key=lambda item: -item[1])
-    return ", ".join(
-        f"{dtype} {num_bytes / total:.0%}".replace("%", " %") for dtype, num_bytes in ordered
-    )
+    shown = []
+    for dtype, num_bytes in sorted(sent.items(), key=lambda item: -item[1]):
+        percent = round(100 * num_bytes / total)
+        shown.append(f"{dtype} {percent} %" if percent else f"{dtype} < 1 %")
+    return ", ".join(shown)
 
 
 def smoothed(losses: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
