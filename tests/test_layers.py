@@ -25,7 +25,16 @@ LAYERS = (
         "simulate",
         "aot",
     ),
-    ("roundoff", "precision", "candidates", "compress", "forced", "options", "planner"),
+    (
+        "roundoff",
+        "precision",
+        "candidates",
+        "compress",
+        "forced",
+        "options",
+        "direct_sums",
+        "planner",
+    ),
     (
         "indexing",
         "wire",

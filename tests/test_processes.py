@@ -47,13 +47,15 @@ long = jax.make_array_from_callback((4 * 2048,), spec, lambda i: blocks.reshape(
 
 
 def encoded(name, codec):
-    fn = jax.shard_map(lambda v: lax.psum(v, axes), mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    specs = dict(mesh=mesh, in_specs=jax.P(axes), out_specs=jax.P())
+    fn = jax.shard_map(lambda v: lax.psum(v, axes), **specs)
     policy = xcoll.Policy(codec=codec, algorithm=xcoll.algorithms.hierarchical(), min_bytes=0)
     ours = xcoll.optimize(fn, policy=policy)
     try:
         out = jax.jit(ours)(long)
         copies = [np.asarray(shard.data) for shard in out.addressable_shards]
-        error = np.abs(copies[0] - blocks.astype(np.float64).sum(0).reshape(-1)).reshape(8, 256).max(1)
+        exact = blocks.astype(np.float64).sum(0)
+        error = np.abs(copies[0].reshape(8, 256) - exact).max(1)
         plan = ours.reports[-1].sites[0].plan
         results[name] = {
             "bits": [copy.tobytes().hex() for copy in copies],

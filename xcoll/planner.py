@@ -10,10 +10,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from xcoll.algorithms import ALGORITHMS, check_choice
-from xcoll.candidates import GAIN_PERCENT, NATIVE, does, hierarchies, whole
-from xcoll.codecs.plain import plain
+from xcoll.algorithms import check_choice
+from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, whole
 from xcoll.compress import assignments, compress, why_exact
+from xcoll.direct_sums import accumulated, deterministic
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
 from xcoll.options import Option, Options, least_departure
@@ -75,11 +75,11 @@ def _plan(request: Request, topology: Topology, policy: Policy, strict: bool) ->
     if request.num_elements == 0:
         return make.native_plan("empty payload")
     if policy.deterministic and _is_rounded(request):
-        return make.deterministic(forced)
+        return deterministic(make, forced)
     if request.num_bytes < (policy.min_bytes or 0):
         return make.native_plan(f"smaller than the policy's min_bytes={policy.min_bytes}")
     if policy.accumulate and exact_because is not None and _is_narrow_sum(request):
-        return make.accumulated(forced)
+        return accumulated(make, forced)
     made = make.forced(forced, strict) if forced is not None else make.free()
     if exact_because is not None and (policy.codec or policy.max_error):
         return replace(made, reason=f"{made.reason}; exact: {exact_because}")
@@ -265,55 +265,6 @@ class _Maker(Options):
         options = [self.option(m) for m in made if not isinstance(m, str)]
         reasons = [m for m in made if isinstance(m, str)]
         return options or (reasons or ["no codec takes it"])[0]
-
-    def accumulated(self, forced: Choice | None) -> Plan:
-        """Takes a plan that sums in float32: direct over all ranks, at the wire's own width."""
-        request = self.request
-        call = f"{request.collective} over {request.axes}, Policy(accumulate='float32')"
-        if forced is not None and forced.name != "direct":
-            raise ValueError(
-                f"{call}: the policy also names {forced}, which rounds partial sums to"
-                f" {request.dtype}; only direct sums all terms at once"
-            )
-        policy = replace(self.policy, codec=(("", "", plain(request.dtype)),))
-        choices = [forced] if forced else [Choice("direct", (("shots", s),)) for s in (2, 1)]
-        span = self.native.stages[0].span
-        options = []
-        for choice in choices if request.collective == "all_reduce" else choices[:1]:
-            stages = compress(request, (Stage(request.collective, span, choice),), policy)
-            assert not isinstance(stages, str)
-            options.append(self.option(stages))
-        if options[0].time_ps is not None:
-            options.sort(key=lambda option: option.order)
-        return self.made(
-            options[0], "the policy wants sums in float32", [self.native, *options[1:]]
-        )
-
-    def deterministic(self, forced: Choice | None) -> Plan:
-        """Takes a plan that sums in rank order: direct over all ranks at once."""
-        request = self.request
-        call = f"{request.collective} over {request.axes}, Policy(deterministic=True)"
-        if forced is not None and forced.name != "direct":
-            raise ValueError(
-                f"{call}: the policy also names {forced}, which does not sum in rank order; only"
-                " direct does"
-            )
-        options = (
-            [forced] if forced is not None else [Choice("direct", (("shots", s),)) for s in (2, 1)]
-        )
-        if does(options[0], request.collective, request, self.topology) is not None:
-            raise ValueError(
-                f"{call}: no algorithm does a {request.collective} in rank order; direct does"
-                f" {', '.join(ALGORITHMS['direct'].collectives)}"
-            )
-        if request.collective != "all_reduce":
-            options = options[:1]
-        span = self.native.stages[0].span
-        made = [self.option((Stage(request.collective, span, o),)) for o in options]
-        if made[0].time_ps is not None:
-            made.sort(key=lambda option: option.order)
-        reason = "the policy wants sums in rank order"
-        return self.made(made[0], reason, [self.native, *made[1:]])
 
 
 PERMUTATION = "a permutation is already the smallest step"

@@ -66,7 +66,8 @@ class Policy:
         own collective, and wherever the algorithm is forced. Stored as sorted triples of
         collective, axis (empty: all) and codec.
       max_error: permits every codec whose plan keeps ``|error| <= max_error * sum over ranks of the
-        block's largest magnitude``, in every block. With ``codec``, a limit on its plans.
+        block's largest magnitude``, in every block, but for what is smaller than a normal number of
+        the payload's dtype. With ``codec``, a limit on its plans.
       over_budget: where no plan keeps ``max_error``: ``"error"`` raises, naming the best bound;
         ``"exact"`` goes on without a codec.
       accumulate: ``"float32"`` sums bfloat16 and float16 in float32 and rounds once, at the wire
