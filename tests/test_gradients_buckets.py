@@ -42,6 +42,15 @@ def test_buckets_hold_every_leaf_once_in_reverse_order(sizes, bucket_bytes):
         assert order == sorted(order, reverse=True)
 
 
+@pytest.mark.parametrize("compressor", [gradients.top_k(1e-12), gradients.random_k(1e-12)])
+def test_the_smallest_fraction_sends_one_element(compressor):
+    mesh = mesh_of(2)
+    steps = run_steps(
+        sync("i", compressor=compressor, mesh=mesh), {"w": np.ones((1, 2, 9), np.float32)}, mesh
+    )
+    assert np.count_nonzero(steps.applied["w"][0, 0]) == 1
+
+
 def test_leaves_that_vary_over_other_axes_do_not_share_a_bucket():
     leaves = [
         Leaf("a", (4,), "float32", frozenset({"data"})),

@@ -112,6 +112,71 @@ def test_a_state_of_something_else():
         jax.shard_map(body, mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P())(jnp.ones(4))
 
 
+def test_a_state_of_fewer_leaves():
+    mesh = mesh_of(2)
+    with pytest.raises(ValueError, match=r"of 2 leaves, the gradients have 3: \['u'\], \['v'\]"):
+        grads = {name: jnp.zeros((2, 3)) for name in "uvw"}
+        wrong({"u": jnp.zeros(3), "w": jnp.zeros(3)}, grads, mesh)
+
+
+OTHERS = {
+    "int8": gradients.error_feedback(codecs.int8()),
+    "block": gradients.error_feedback(codecs.int8(block=64)),
+    "stateless": gradients.error_feedback(codecs.int8(), feedback=False),
+    "top_k": top_k(0.1),
+    "powersgd": gradients.powersgd(2),
+    "rank": gradients.powersgd(3),
+}
+
+
+@pytest.mark.parametrize(
+    ("made_by", "used_by"),
+    [(a, b) for a in OTHERS for b in OTHERS if a != b and "int8" in (a, b)]
+    + [("powersgd", "rank"), ("rank", "powersgd"), ("top_k", "powersgd")],
+)
+def test_a_state_of_another_compressor(made_by, used_by):
+    mesh, params = mesh_of(2), {"w": jnp.zeros((40, 24))}
+    state = sync("i", compressor=OTHERS[made_by], mesh=mesh).init(params)
+    specs = state_specs(state)
+    run = jax.shard_map(
+        lambda s: sync("i", compressor=OTHERS[used_by]).update(
+            jax.lax.pcast(params, "i", to="varying"), s
+        ),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(jax.P(), specs),
+    )
+    with pytest.raises(ValueError, match="made by another compressor than"):
+        jax.eval_shape(run, state)
+
+
+def test_a_state_of_other_axes_or_for_no_compressor():
+    mesh, params = mesh_of(2, 2, names=("i", "j")), jnp.zeros(9)
+    state = sync(("i", "j"), compressor=INT8, compress_axis="i", mesh=mesh).init(params)
+    specs = state_specs(state)
+
+    def run(transformation):
+        jax.eval_shape(
+            jax.shard_map(
+                lambda s: transformation.update(jax.lax.pcast(params, ("i", "j"), to="varying"), s),
+                mesh=mesh,
+                in_specs=(specs,),
+                out_specs=(jax.P(), specs),
+            ),
+            state,
+        )
+
+    with pytest.raises(ValueError, match=r"compress_axis=\('i',\).*\('i', 'j'\) and \('i', 'j'\)"):
+        run(sync(("i", "j"), compressor=INT8))
+    with pytest.raises(TypeError, match="and this one has none"):
+        run(sync(("i", "j")))
+
+
+def test_parameters_of_numpys_float64_are_compressed():
+    state = sync("i", compressor=INT8, mesh=mesh_of(2)).init({"w": np.zeros(9)})
+    assert [bucket.layout.names for bucket in state.buckets] == [("['w']",)]
+
+
 def test_a_state_of_other_ranks():
     state = sync("i", compressor=INT8, mesh=mesh_of(4)).init(jnp.zeros(3))
     transformation = sync("i", compressor=INT8)

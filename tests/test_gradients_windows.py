@@ -171,6 +171,33 @@ def test_what_accumulate_refuses():
         run(jnp.ones(8), jax.P("i"), optimizer.init(jnp.zeros(3)))
 
 
+def test_integers_in_a_window():
+    mesh = mesh_of(2)
+    grads = {"n": np.full((1, 2, 3), 2**24 + 1, np.int32)}  # Float32 does not hold it.
+    updates, _ = run_windows(
+        accumulate(1, sync("i", op="sum"), axis_name="i", mesh=mesh), grads, mesh, True
+    )
+    np.testing.assert_array_equal(updates[0]["n"], 2**25 + 2)
+    optimizer = accumulate(2, sync("i", op="sum"), axis_name="i", mesh=mesh)
+    with pytest.raises(ValueError, match=r"\['n'\] has dtype int32, and a window's mean"):
+        run_windows(optimizer, grads, mesh, True)
+
+
+def test_further_arguments_reach_the_inner_transformation():
+    mesh, params = mesh_of(2), jnp.full(3, 2.0)
+    optimizer = accumulate(1, optax.chain(sync("i"), optax.polyak_sgd()), axis_name="i", mesh=mesh)
+    state = optimizer.init(params)
+    specs = state_specs(state)
+    updates, _ = jax.shard_map(
+        lambda g, s: optimizer.update(g[0], s, params, value=jnp.float32(0.5)),
+        mesh=mesh,
+        in_specs=(jax.P("i"), specs),
+        out_specs=(jax.P(), specs),
+    )(jnp.ones((2, 3)), state)
+    # The value over the squared norm, times the gradient.
+    np.testing.assert_allclose(updates, -0.5 / 3, rtol=4 * 2**-23)
+
+
 def clipped(grads, specs, max_norm, mesh, axes, check_vma=True):
     clip = clip_by_global_norm(max_norm, axis_name=axes)
     return jax.jit(

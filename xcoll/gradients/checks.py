@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from xcoll.gradients.compressor import Feedback
+import jax
+
+from xcoll.gradients.compressor import Compressor, Feedback
 from xcoll.gradients.leaves import Leaf
 from xcoll.gradients.per_rank import PerRank
 
@@ -42,6 +44,12 @@ def check_feedback_of(state: Feedback, leaves: Sequence[Leaf], sizes: Mapping[st
                 f" ranks over {layout.axis_names} only; call init inside jax.shard_map, with the"
                 " parameters as they are there"
             )
+    if len(leaves) != layout.num_leaves:
+        raise ValueError(
+            f"sync: the feedback state is of {layout.num_leaves} leaves, the gradients have"
+            f" {len(leaves)}: {', '.join(leaf.name for leaf in leaves)}; init with parameters of"
+            " the gradients' structure"
+        )
     of_state = {axis: size for axis, size in layout.axes if axis in sizes}
     if of_state != dict(sizes):
         raise ValueError(
@@ -57,10 +65,47 @@ def check_feedback_of(state: Feedback, leaves: Sequence[Leaf], sizes: Mapping[st
         _check_own("factors", factor, factor.value.shape[1:])
 
 
+def check_compressor_of(
+    state: Feedback, compressor: Compressor, axes: Sequence[str], compressed: Sequence[str]
+) -> None:
+    """Checks that a bucket's state was made by this compressor, over these axes.
+
+    Args:
+      state: the state, inside `jax.shard_map`.
+      compressor: the compressor that is to go on with it.
+      axes: all axes of the reduction.
+      compressed: those that are compressed over.
+
+    Raises:
+      ValueError: it was not.
+    """
+    layout = state.layout
+    found = (tuple(a for a in layout.axis_names if a in axes), layout.compressed)
+    if found != (tuple(axes), tuple(compressed)):
+        raise ValueError(
+            f"sync: the feedback state is of axis_name={found[0]}, compress_axis={found[1]}, this"
+            f" sync has {tuple(axes)} and {tuple(compressed)}; init anew, or keep the axes"
+        )
+
+    is_alike = (layout.by_rows, layout.block) == (compressor.by_rows, compressor.block)
+    is_alike = is_alike and (state.contributed is not None) == compressor.feedback
+    if is_alike:
+        factors = jax.eval_shape(lambda: compressor.initial_factors(layout, jax.random.key(0)))
+        shapes = [factor.value.shape[1:] for factor in state.factors]
+        is_alike = shapes == [factor.shape for factor in factors]
+    if not is_alike:
+        raise ValueError(
+            f"sync: the feedback state was made by another compressor than {compressor}; go on with"
+            " the one it was made by (of the same block, rank and feedback), or init anew, which"
+            " drops what was not sent yet"
+        )
+
+
 def _check_own(name: str, array: PerRank, shape: tuple[int, ...]) -> None:
     if array.value.shape != (1, *shape):
         raise ValueError(
             f"sync: {name} of the feedback state has shape {array.value.shape} inside"
             f" jax.shard_map, where a rank's own has {(1, *shape)}; give the state the specs of"
-            " gradients.state_specs in in_specs and out_specs"
+            " gradients.state_specs in in_specs and out_specs (of an nnx.Optimizer, those of"
+            " nnx.as_pure(optimizer.opt_state): nnx.split does not keep which arrays are per rank)"
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from xcoll import collectives
 from xcoll.gradients.buckets import fill_buckets
 from xcoll.gradients.channel import Channel
-from xcoll.gradients.checks import check_feedback_of
+from xcoll.gradients.checks import check_compressor_of, check_feedback_of
 from xcoll.gradients.compressor import Compressor, Feedback
 from xcoll.gradients.layout import Layout
 from xcoll.gradients.leaves import COMPRESSED_DTYPES, Leaf, leaves_of
@@ -66,6 +66,7 @@ def initial_state(options: Options, params: Any) -> SyncState:
             leaves=members,
             names=tuple(leaves[m].name for m in members),
             shapes=tuple(leaves[m].shape for m in members),
+            num_leaves=len(leaves),
             axes=(*axes, *((a, jax.lax.axis_size(a)) for a in further)),
             compressed=options.compressed,
             exact=options.exact,
@@ -110,6 +111,7 @@ def reduce_compressed(
     for number, feedback in enumerate(state.buckets):
         layout = feedback.layout
         check_feedback_of(feedback, leaves, sizes)
+        check_compressor_of(feedback, compressor, options.axes, options.compressed)
         dtypes = {leaves[m].dtype for m in layout.leaves}
         channel = Channel(
             axes=layout.compressed,

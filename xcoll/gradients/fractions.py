@@ -28,5 +28,7 @@ def num_chosen(fraction: float, elements: int) -> int:
 
     >>> num_chosen(0.1, 30), num_chosen(0.01, 7), num_chosen(1.0, 5)
     (3, 1, 5)
+    >>> num_chosen(1e-12, 7)  # Never none: nothing would ever be sent.
+    1
     """
-    return min(elements, math.ceil(round(fraction * elements, 6)))
+    return min(elements, max(1, math.ceil(round(fraction * elements, 6))))

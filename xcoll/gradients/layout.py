@@ -25,6 +25,7 @@ class Layout:
       names: names of the leaves, for messages; no part of what makes two layouts equal, since the
         same parameters are named otherwise inside Flax's variables.
       shapes: shapes of the leaves, per shard of the mesh.
+      num_leaves: how many leaves the whole tree has.
       axes: ``(axis, size)`` of every axis that the state has ranks of, in the order of the ranks.
       compressed: axes that are compressed over.
       exact: axes that are reduced exactly, around the compression.
@@ -35,6 +36,7 @@ class Layout:
     leaves: tuple[int, ...]
     names: tuple[str, ...] = field(compare=False)
     shapes: tuple[tuple[int, ...], ...]
+    num_leaves: int
     axes: tuple[tuple[str, int], ...]
     compressed: tuple[str, ...]
     exact: tuple[str, ...] = ()

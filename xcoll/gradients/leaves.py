@@ -58,7 +58,9 @@ def leaves_of(call: str, tree: Any) -> list[Leaf]:
                 f"{call}: {name} has dtype {value.dtype}, which cannot be summed; leave it out with"
                 " optax.masked"
             )
-        dtype = "float0" if value.dtype == jax.dtypes.float0 else str(value.dtype)
+        # NumPy's float64 is float32 to jax unless 64-bit types are on.
+        is_nothing = value.dtype == jax.dtypes.float0
+        dtype = "float0" if is_nothing else str(jax.dtypes.canonicalize_dtype(value.dtype))
         found.append(Leaf(name, tuple(value.shape), dtype, varying_axes(value)))
     return found
 

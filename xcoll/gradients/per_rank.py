@@ -49,7 +49,9 @@ def state_specs(
 
     Args:
       state: an optimizer state as it is outside of `jax.shard_map`, or its shapes:
-        ``jax.eval_shape(optimizer.init, params)``.
+        ``jax.eval_shape(optimizer.init, params)``; or what holds one, such as Linen's
+        ``TrainState``. Of an ``nnx.Optimizer``, ``nnx.as_pure(optimizer.opt_state)``, since
+        ``nnx.split`` does not keep which arrays are per rank.
       params: the parameters (or their shapes). Parts of the state that have their structure, such
         as Adam's moments, get ``param_specs``.
       param_specs: partition specs of the parameters, or a prefix of them; ``P()`` for None.

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xcoll import collectives
 from xcoll.calls import Axes, check_axes
 from xcoll.gradients.buckets import fill_buckets, flatten, unflatten
-from xcoll.gradients.compressed import initial_state, reduce_compressed
+from xcoll.gradients.compressed import SyncState, initial_state, reduce_compressed
 from xcoll.gradients.compressor import Compressor
 from xcoll.gradients.leaves import Leaf, as_varying, check_varying, leaves_of
 from xcoll.gradients.options import Options, axis_names
@@ -56,6 +56,10 @@ def sync(
     nothing is summed by itself, and nothing can be checked. Neither can it be seen there which
     leaves vary over further axes (of tensor parallelism): they share buckets, and a compressed
     bucket of both kinds may differ between ranks of those axes; mask one kind, or check.
+
+    All ranks must come to the collectives: no condition of a rank's own may be around ``update``.
+    So `optax.apply_if_finite` belongs behind ``sync``, where all ranks see the same values; around
+    it, it is an error under ``check_vma=True``, and ranks wait for each other for ever under False.
 
     Args:
       axis_name: mesh axis, or a tuple of them, to sum over.
@@ -132,6 +136,12 @@ def _synchronised(options: Options, updates: Any, state: Any) -> tuple[Any, Any]
         state, done = reduce_compressed(options, leaves, values, state)
     else:
         done = {}
+        if isinstance(state, SyncState):
+            raise TypeError(
+                "sync: the state is of a sync with a compressor, and this one has none; pass the"
+                " compressor, or make the state with the same transformation's init, which drops"
+                " what was not sent yet"
+            )
     rest = [
         position
         for position, leaf in enumerate(leaves)

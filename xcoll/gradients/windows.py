@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from xcoll.calls import Axes, check_axes
-from xcoll.gradients.leaves import as_varying, check_varying, leaves_of, varying_axes
+from xcoll.gradients.leaves import Leaf, as_varying, check_varying, leaves_of, varying_axes
 from xcoll.gradients.options import axis_names
 from xcoll.gradients.per_rank import PerRank, rank_axes, zeros_for_all_ranks
 
@@ -41,7 +41,7 @@ def accumulate(
     *,
     axis_name: Axes,
     mesh: Mesh | AbstractMesh | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Runs ``inner`` once in a window of steps, on the mean of the window's gradients.
 
     With `sync` inside, ranks communicate once in a window. Between, updates are zero and ``inner``
@@ -56,12 +56,14 @@ def accumulate(
       mesh: as for `sync`.
 
     Returns:
-      An `optax.GradientTransformation`, whose ``update`` is called inside `jax.shard_map`. See
-      `state_specs` for the partition specs of its state.
+      An `optax.GradientTransformation`, whose ``update`` is called inside `jax.shard_map`; further
+      arguments of it go to ``inner``, as they are at the end of a window. See `state_specs` for the
+      partition specs of its state.
 
     Raises:
       ValueError: ``every`` is not positive; in ``update``, a leaf has been summed already (see
-        `sync`; use `optax.MultiSteps` for such), or the state is of other gradients.
+        `sync`; use `optax.MultiSteps` for such), an integer leaf has no mean, or the state is of
+        other gradients.
       TypeError: an argument is of a wrong type.
 
     Example:
@@ -96,6 +98,8 @@ def accumulate(
             " optax.chain(gradients.sync('data'), optax.adam(1e-3))"
         )
 
+    inner = optax.with_extra_args_support(inner)
+
     def init(params: Any) -> AccumulateState:
         sizes, inside = rank_axes("accumulate", axes, mesh)
         sums = []
@@ -113,10 +117,14 @@ def accumulate(
             sizes=tuple(found.items()),
         )
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AccumulateState]:
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, AccumulateState]:
         check_axes("accumulate", axis_name)
         leaves = leaves_of("accumulate", updates)
         check_varying("accumulate", leaves, axes)
+        for leaf in leaves:
+            _check_mean(leaf, every)
         values, structure = jax.tree.flatten(updates)
         _check_state(state, leaves)
         sums = [
@@ -126,10 +134,12 @@ def accumulate(
 
         def full(sums: list[jax.Array]) -> tuple[Any, Any, list[jax.Array]]:
             means = [
-                value if leaf.is_nothing else (total / every).astype(leaf.dtype)
+                value if leaf.is_nothing else _mean(total, every).astype(leaf.dtype)
                 for leaf, value, total in zip(leaves, values, sums, strict=True)
             ]
-            done, after = inner.update(jax.tree.unflatten(structure, means), state.inner, params)
+            done, after = inner.update(
+                jax.tree.unflatten(structure, means), state.inner, params, **extra_args
+            )
             return done, after, [jnp.zeros_like(total) for total in sums]
 
         shapes = jax.eval_shape(full, sums)
@@ -147,7 +157,7 @@ def accumulate(
         count = (state.count + 1) % every
         return done, replace(state, count=count, sums=new, inner=after)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _typed(branch: Any, other: Any) -> Any:
@@ -165,6 +175,19 @@ def _sum_dtype(dtype: str) -> str:
         return "float32"
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return str(jnp.promote_types(dtype, jnp.float32)) if is_float else dtype
+
+
+def _mean(total: jax.Array, every: int) -> jax.Array:
+    # Of a single step integers too: their quotient would pass through float32.
+    return total if every == 1 else total / every
+
+
+def _check_mean(leaf: Leaf, every: int) -> None:
+    if every > 1 and not leaf.is_nothing and jnp.issubdtype(leaf.dtype, jnp.integer):
+        raise ValueError(
+            f"accumulate: {leaf.name} has dtype {leaf.dtype}, and a window's mean of integers is"
+            " none; leave it out with optax.masked"
+        )
 
 
 def _check_state(state: Any, leaves: Any) -> None:
