@@ -23,9 +23,10 @@ def accumulated(options: Options, forced: Choice | None) -> Plan:
     if forced is not None and forced.name != "direct":
         raise ValueError(
             f"{call}: the policy also names {forced}, which rounds partial sums to"
-            f" {request.dtype}; only direct sums all terms at once"
+            f" {request.dtype}; only direct sums all terms at once, and others where a codec"
+            " carries them over all axes"
         )
-    policy = replace(options.policy, codec=(("", "", plain(request.dtype)),))
+    policy = replace(options.policy, deterministic=False, codec=(("", "", plain(request.dtype)),))
     choices = [forced] if forced else [Choice("direct", (("shots", s),)) for s in (2, 1)]
     span = options.native.stages[0].span
     made = []
