@@ -28,9 +28,26 @@ def psum(x):
 
 
 BAD_FIELDS = {
-    "unknown codec": ({"codec": "int7"}, ValueError, ("int7", *NAMED, "Did you mean 'int")),
+    "unknown codec": (
+        {"codec": "int7"},
+        ValueError,
+        ("Policy(codec=...)", "int7", *NAMED, "Did you mean 'int"),
+    ),
     "by axis": ({"codec": {"data": "intt8"}}, ValueError, ("intt8", "Did you mean 'int8'?")),
-    "backward": ({"backward_codec": "fp8"}, ValueError, ("fp8", *NAMED)),
+    "backward": ({"backward_codec": "fp8"}, ValueError, ("Policy(backward_codec=", "fp8", *NAMED)),
+    "tuple": ({"codec": ("int8",)}, TypeError, ("Policy(codec=...)", "('int8',)", "mapping")),
+    "pair": ({"codec": (("psum", "int8"),)}, TypeError, ("Policy(codec=...)", "mapping")),
+    "no axis": ({"codec": {"psum": {0: "int8"}}}, TypeError, ("key 0", "mesh axis", "'psum'")),
+    "inside out": (
+        {"codec": {"data": {"psum": "int8"}}},
+        TypeError,
+        ("'data' is no collective", "{'psum': {'data': 'int8'}}"),
+    ),
+    "psum and pmean": (
+        {"codec": {"psum": "int8", "pmean": None}},
+        ValueError,
+        ("Policy(codec=...)", "psum and pmean", "name one of them"),
+    ),
     "no codec": ({"codec": 8}, TypeError, ("Policy(codec=...)", "8 is no codec", "codecs.int8()")),
     "a class": ({"codec": {"data": codecs.int8}}, TypeError, ("no codec", "codecs.int8()")),
     "no name": ({"codec": {0: "int8"}}, TypeError, ("key 0", "mesh axis or a collective")),
@@ -52,6 +69,11 @@ BAD_FIELDS = {
     "boolean error": ({"max_error": True}, TypeError, ("max_error=True", "number")),
     "over budget": ({"over_budget": "warn"}, ValueError, ("'warn'", "'error'", "'exact'")),
     "accumulate": ({"accumulate": "float64"}, ValueError, ("'float64'", "'float32'")),
+    "accumulate as a dtype": (
+        {"accumulate": np.dtype("float32")},
+        ValueError,
+        ("dtype('float32')", "'float32'"),
+    ),
     "kernels": ({"kernels": 1}, TypeError, ("kernels=1", "True or False")),
     "deterministic": (
         {"codec": "int8", "deterministic": True},
@@ -82,6 +104,7 @@ BAD_CODECS = {
     "scale": (lambda: codecs.int8(scale="max"), ValueError, ("'max'", "power_of_two", "exact")),
     "rounding": (lambda: codecs.int8(rounding="up"), ValueError, ("'up'", "nearest", "stochastic")),
     "cast": (lambda: codecs.cast("float32"), ValueError, ("'float32'", "bfloat16", "float16")),
+    "bits of float": (lambda: codecs.fixed_point(16.0), ValueError, ("bits=16.0", "8", "16", "32")),
     "bits": (lambda: codecs.fixed_point(12), ValueError, ("bits=12", "8", "16", "32")),
 }
 
@@ -193,4 +216,28 @@ def test_too_many_ranks_for_the_bits():
 def test_accumulate_with_an_algorithm_that_rounds():
     policy = Policy(accumulate="float32", algorithm="ring")
     with refused(ValueError, "accumulate='float32'", "ring", "direct"):
+        run(xcoll.optimize(psum, policy=policy), X.astype(jnp.bfloat16))
+
+
+def test_an_axis_that_does_not_exist_where_everything_stays_exact():
+    """Also where the policy's codecs never come into play: small payloads, integers, no axes."""
+    for policy in (
+        Policy(codec={"dta": "int8"}),
+        Policy(codec={"all_gather": {"dta": "int8"}}),
+        Policy(backward_codec={"dta": "int8"}),
+        Policy(codec={"dta": "int8"}, min_bytes=0, where=lambda site: False),
+    ):
+        with refused(NameError, "Policy(", "'dta'", "'data'", "'model'", "Did you mean 'data'?"):
+            run(xcoll.optimize(psum, policy=policy))
+
+
+def test_accumulate_where_a_codec_does_not_sum_all():
+    """A codec on one axis of a plan leaves the other axis's sums in bfloat16."""
+    policy = Policy(
+        accumulate="float32",
+        codec={"data": "int8"},
+        algorithm=hierarchical("ring", "direct"),
+        min_bytes=0,
+    )
+    with refused(ValueError, "accumulate='float32'", "hierarchical", "a codec", "all axes"):
         run(xcoll.optimize(psum, policy=policy), X.astype(jnp.bfloat16))

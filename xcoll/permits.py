@@ -7,6 +7,7 @@ from typing import Any
 
 from xcoll import codecs
 from xcoll.codecs import Codec
+from xcoll.errors import unknown
 from xcoll.names import COLLECTIVE_OF
 
 ALL = ""
@@ -38,18 +39,29 @@ def permits(call: str, value: Permitted) -> Permits | None:
       [('psum', '')]
     """
     if isinstance(value, tuple):
-        value = {c or ALL: {a: v} for c, a, v in value} if len(value) == 1 else _nested(value)
+        value = _nested(call, value)
     if value is None:
         return None
+    if isinstance(value, Mapping) and "psum" in value and "pmean" in value:
+        raise ValueError(
+            f"{call}: {dict(value)!r} names psum and pmean; a pmean is a psum in the traced"
+            " program, divided afterwards: name one of them, it stands for both"
+        )
     entries = tuple(sorted(_entries(call, value), key=lambda entry: entry[:2]))
     if not any(codec is not None for _, _, codec in entries):
         return None
     return entries
 
 
-def _nested(triples: Permits) -> Mapping[str, Any]:
+def _nested(call: str, triples: tuple[Any, ...]) -> Mapping[str, Any]:
     nested: dict[str, dict[str, Any]] = {}
-    for collective, axis, codec in triples:
+    for triple in triples:
+        if not isinstance(triple, tuple) or len(triple) != 3 or not isinstance(triple[0], str):
+            raise TypeError(
+                f"{call}: {triples!r} is no codec; use one of xcoll.codecs, or its name, or a"
+                " mapping from mesh axis or collective to one, as in {'data': 'int8'}"
+            )
+        collective, axis, codec = triple
         nested.setdefault(collective, {})[axis] = codec
     return nested
 
@@ -59,16 +71,27 @@ def _entries(call: str, value: Any) -> Iterator[tuple[str, str, Codec | None]]:
         yield ALL, ALL, _codec(call, value)
         return
     for key, inner in value.items():
-        if not isinstance(key, str):
-            raise TypeError(f"{call}: key {key!r} must be the name of a mesh axis or a collective")
+        _check_key(call, key, "a mesh axis or a collective")
         if key in _COLLECTIVES or (key == ALL and isinstance(inner, Mapping)):
             by_axis = inner if isinstance(inner, Mapping) else {ALL: inner}
             # A pmean is a psum in the traced program, divided afterwards.
             collective = "psum" if key == "pmean" else key
             for axis, codec in by_axis.items():
+                _check_key(call, axis, f"a mesh axis, within {key!r}")
                 yield collective, axis, _codec(call, codec)
+        elif isinstance(inner, Mapping):
+            raise TypeError(
+                f"{call}: {key!r} is no collective, so that its value must be a codec, not"
+                f" {dict(inner)!r}; collectives stand outside:"
+                f" {{'psum': {{{key!r}: 'int8'}}}}"
+            )
         else:
             yield ALL, key, _codec(call, inner)
+
+
+def _check_key(call: str, key: object, of: str) -> None:
+    if not isinstance(key, str):
+        raise TypeError(f"{call}: key {key!r} must be the name of {of}")
 
 
 _COLLECTIVES = frozenset(COLLECTIVE_OF) | frozenset(COLLECTIVE_OF.values())
@@ -78,6 +101,8 @@ def _codec(call: str, value: Any) -> Codec | None:
     if value is None or isinstance(value, Codec):
         return value
     if isinstance(value, str):
+        if value not in codecs.CODECS:
+            raise ValueError(unknown(call, "codec", value, codecs.CODECS))
         return codecs.named(value)
     if hasattr(value, "init") and hasattr(value, "apply"):
         raise TypeError(

@@ -19,6 +19,9 @@ from xcoll.errors import unknown
 from xcoll.policy import Choice
 from xcoll.schedule import COLLECTIVES
 
+EXACT = "; exact: "
+"""Stands in a plan's reason before why no codec is used, where the policy permits one."""
+
 OPS = ("sum", "max", "min", "prod", "none")
 """How the values of a request combine."""
 

@@ -17,7 +17,7 @@ from xcoll.direct_sums import accumulated, deterministic
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
 from xcoll.options import Option, Options, least_departure
-from xcoll.plan import Plan, Request, Stage
+from xcoll.plan import EXACT, Plan, Request, Stage
 from xcoll.policy import Choice, Policy
 from xcoll.roundoff import is_inexact
 from xcoll.topology import Topology
@@ -74,15 +74,20 @@ def _plan(request: Request, topology: Topology, policy: Policy, strict: bool) ->
         return make.native_plan("a single rank: nothing to communicate")
     if request.num_elements == 0:
         return make.native_plan("empty payload")
+    wants_wide = policy.accumulate is not None and _is_narrow_sum(request)
     if policy.deterministic and _is_rounded(request):
-        return deterministic(make, forced)
+        # What is summed in float32 is summed in rank order too.
+        return (accumulated if wants_wide else deterministic)(make, forced)
     if request.num_bytes < (policy.min_bytes or 0):
         return make.native_plan(f"smaller than the policy's min_bytes={policy.min_bytes}")
-    if policy.accumulate and exact_because is not None and _is_narrow_sum(request):
+    if wants_wide and exact_because is not None:
         return accumulated(make, forced)
     made = make.forced(forced, strict) if forced is not None else make.free()
+    if wants_wide and not _sums_encoded(made.stages):
+        # A codec sums in float32; where it is not used, or not on all axes, the dtype would.
+        return accumulated(make, forced)
     if exact_because is not None and (policy.codec or policy.max_error):
-        return replace(made, reason=f"{made.reason}; exact: {exact_because}")
+        return replace(made, reason=f"{made.reason}{EXACT}{exact_because}")
     return made
 
 
@@ -106,6 +111,11 @@ def _is_narrow_sum(request: Request) -> bool:
     return sums and request.dtype in ("bfloat16", "float16")
 
 
+def _sums_encoded(stages: Sequence[Stage]) -> bool:
+    sums = ("all_reduce", "reduce_scatter")
+    return all(stage.codec is not None for stage in stages if stage.collective in sums)
+
+
 class _Maker(Options):
     """Makes the plan of one request.
 
@@ -124,7 +134,7 @@ class _Maker(Options):
         exact = [] if self.policy.codec else [self.native]
         if (over := self._check_budget([*exact, *encoded])) is not None:
             plan = _Maker(self.request, self.topology, self.policy.exact()).free()
-            return replace(plan, reason=f"{plan.reason}; exact: {over}")
+            return replace(plan, reason=f"{plan.reason}{EXACT}{over}")
         options = sorted([*self._exact_options(), *encoded], key=lambda option: option.order)
         native = self.native.time_ps
         assert native is not None
@@ -244,7 +254,7 @@ class _Maker(Options):
                         f"{request.collective} over {request.axes}: the policy names {choice} and"
                         f" a codec, but {encoded}"
                     )
-                note = f"; exact: {encoded}"
+                note = f"{EXACT}{encoded}"
             else:
                 exact = [] if self.policy.codec else [self.option(found)]
                 over = self._check_budget([*exact, *encoded])
@@ -252,7 +262,7 @@ class _Maker(Options):
                 if fits:
                     found = min(fits, key=_cheapest).stages
                 elif over is not None:
-                    note = f"; exact: {over}"
+                    note = f"{EXACT}{over}"
         if request.collective == "permute" and not _is_encoded(found):
             return self.native_plan(PERMUTATION + note)
         option = self.option(found)

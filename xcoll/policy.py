@@ -110,8 +110,9 @@ class Policy:
                 raise TypeError(f"Policy({name}={getattr(self, name)!r}): must be True or False")
         _check_numbers(self)
         for name, valid in (("over_budget", ("error", "exact")), ("accumulate", (None, "float32"))):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"Policy({name}={getattr(self, name)!r}): must be one of {valid}")
+            given = getattr(self, name)
+            if not isinstance(given, str | None) or given not in valid:
+                raise ValueError(f"Policy({name}={given!r}): must be one of {valid}")
         if self.deterministic and self.is_lossy:
             raise ValueError(
                 "Policy(deterministic=True) with a codec or max_error: sums in rank order are of"

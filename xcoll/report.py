@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from xcoll.plan import Plan
+from xcoll.plan import EXACT, Plan
 from xcoll.traffic import Sent, busiest
 from xcoll.units import readable_bytes, readable_time
 
@@ -185,13 +185,19 @@ class Report:
         return Group(table, "", f"topology: {self.topology}", *notes)
 
     def _lossy_notes(self) -> Iterator[str]:
-        """Yields for each group with a codec what it may be off by, and what carries it out."""
+        """Yields what groups with a codec may be off by, by what, and why others have none."""
         plans = [(group[0].group, group[0].plan) for group in self.groups()]
         lossy = [(number, plan) for number, plan in plans if plan is not None and plan.kernels]
         for number, plan in lossy:
             yield f"# {number}: |error| <= {plan.max_error:.3g} x sum over ranks of max |block|"
         for text in dict.fromkeys(plan.kernels for _, plan in lossy):
             yield f"codecs by: {text}"
+        exact: dict[str, list[str]] = {}
+        for group, made in plans:
+            if made is not None and not made.is_native and EXACT in made.reason:
+                exact.setdefault(made.reason.split(EXACT, 1)[1], []).append(str(group))
+        for reason, numbers in exact.items():
+            yield f"# {', '.join(numbers)}: exact: {reason}"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         rows: dict[Any, list[Site]] = {}

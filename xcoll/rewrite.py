@@ -73,6 +73,7 @@ class Rewriter:
     _done: dict[tuple[int, Scope], core.Jaxpr] = field(default_factory=dict)
     _alive: list[core.Jaxpr] = field(default_factory=list)
     _num_groups: int = 0
+    _mesh_axes: dict[str, int] = field(default_factory=dict)
 
     def run(self, jaxpr: core.Jaxpr, scope: Scope, inputs: Sequence[Cut | None] = ()) -> core.Jaxpr:
         """Rewrites a whole program, and warns of what its author is likely not to want.
@@ -86,7 +87,10 @@ class Rewriter:
             self.warnings.append(text)
             warnings.warn(text, XcollWarning, stacklevel=2)
         self.cuts = Cuts(jaxpr, scope, inputs)
-        return self.rewrite(jaxpr, scope)
+        new = self.rewrite(jaxpr, scope)
+        if self.strict is None:  # A single call's policy may be one for several meshes.
+            self._check_axes_exist()
+        return new
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
         """Returns ``jaxpr`` with its plans put in, the same object where nothing changes."""
@@ -102,6 +106,7 @@ class Rewriter:
             if spec is None:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
+            self._mesh_axes.update(scope.mesh_sizes())
             policy = self._policy_of(eqn, marked, scope)
             reason = self._why_kept(eqn, spec, scope, policy)
             if reason is not None:
@@ -130,6 +135,14 @@ class Rewriter:
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=sort_equations(new_eqns, packs)))
+
+    def _check_axes_exist(self) -> None:
+        """Raises UnknownAxisError where a codec is for an axis that no mesh seen here has."""
+        for name in ("codec", "backward_codec"):
+            for _, axis, _ in getattr(self.policy, name) or ():
+                if axis and self._mesh_axes and axis not in self._mesh_axes:
+                    call = f"Policy({name}={{{axis!r}: ...}})"
+                    raise UnknownAxisError(unknown(call, "mesh axis", axis, self._mesh_axes))
 
     def report(self) -> Report:
         """Returns what was found and done so far."""

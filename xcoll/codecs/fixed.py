@@ -28,7 +28,7 @@ class FixedPoint(Codec):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in BITS:
+        if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(
                 f"fixed_point(bits={self.bits!r}): sums are integers of"
                 f" {', '.join(map(str, BITS))} bits"

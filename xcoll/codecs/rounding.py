@@ -27,4 +27,5 @@ def rounded(v: jax.Array, rounding: str, key: jax.Array | None) -> jax.Array:
         return lax.round(v, lax.RoundingMethod.TO_NEAREST_EVEN)
     assert key is not None
     below = jnp.floor(v)
-    return below + (jax.random.uniform(key, v.shape) < v - below)
+    goes_up = jax.random.uniform(key, v.shape, jnp.float32) < v - below
+    return below + goes_up.astype(jnp.float32)
