@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,11 +80,17 @@ def lowering_source(lowering_context: Any) -> str | None:
 def _user_line(traceback: Any) -> str | None:
     from jax._src import source_info_util
 
-    here = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    for frame in source_info_util.user_frames(traceback) if traceback else ():
-        if not frame.file_name.startswith(here):
+    frames = list(source_info_util.user_frames(traceback)) if traceback else []
+    own = tuple(_directory(module) for module in ("xcoll", "optax", "flax") if module in sys.modules)
+    for frame in frames:
+        if not frame.file_name.startswith(own):
             return f"{frame.file_name}:{frame.start_line}"
     return None
+
+
+def _directory(module: str) -> str:
+    """Returns where a library's files are: its frames stand between the user's call and ours."""
+    return os.path.dirname(os.path.abspath(sys.modules[module].__file__ or "")) + os.sep
 
 
 def is_jitted(fn: Any) -> bool:
