@@ -180,3 +180,17 @@ def test_pytrees_travel_in_one_group_and_come_back_as_they_were():
     groups = [len(group) for group in ours.reports[-1].groups()]
     assert sorted(groups) == [1, 2]  # by dtype
     np.testing.assert_allclose(got["w"][0], xs["w"].mean(0), atol=3 * 1.5 / 127 * 1.1)
+
+
+def test_the_report_tells_the_bound_of_an_inner_policy_too():
+    inner = Policy(codec=INT8, algorithm="direct", min_bytes=0)
+
+    def fn(x):
+        return xcoll.psum(x, AXES, policy=inner)
+
+    sharded = jax.shard_map(fn, mesh=mesh_of(2, 4), in_specs=P(), out_specs=P(), check_vma=False)
+    report = xcoll.explain(sharded, jax.ShapeDtypeStruct((1 << 15,), jnp.float32))
+    # Two roundings of at most 1/127: of each contribution, and of their sum, which is off by one.
+    bound = 1 / 127 + 1 / 127 * (1 + 1 / 127)
+    assert f"|error| <= {bound:.3g} x sum over ranks" in str(report)
+    assert "no kernels for cpu" in str(report)

@@ -187,9 +187,13 @@ class Report:
     def _lossy_notes(self) -> Iterator[str]:
         """Yields what groups with a codec may be off by, by what, and why others have none."""
         plans = [(group[0].group, group[0].plan) for group in self.groups()]
-        lossy = [(number, plan) for number, plan in plans if plan is not None and plan.kernels]
-        for number, plan in lossy:
-            yield f"# {number}: |error| <= {plan.max_error:.3g} x sum over ranks of max |block|"
+        named = [(f"# {number}", plan) for number, plan in plans]
+        # Sites of an inner policy are in no group here, and are as lossy as theirs says.
+        inner = [site for site in self.sites if site.group is None]
+        named += [(os.path.basename(site.source), site.plan) for site in inner]
+        lossy = [(name, plan) for name, plan in named if plan is not None and plan.kernels]
+        for name, plan in dict.fromkeys(lossy):
+            yield f"{name}: |error| <= {plan.max_error:.3g} x sum over ranks of max |block|"
         for text in dict.fromkeys(plan.kernels for _, plan in lossy):
             yield f"codecs by: {text}"
         exact: dict[str, list[str]] = {}
