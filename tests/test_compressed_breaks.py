@@ -51,6 +51,15 @@ def test_sums_in_float32_whatever_else_the_policy_says(more):
     assert (summed == ROUNDED).all() and (scattered == ROUNDED).all()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bound_of_a_scattered_sum_in_float32_counts_the_last_rounding(dtype):
+    x = np.random.default_rng(0).standard_normal((8, 64)).astype(jnp.dtype(dtype))
+    fn = sharded(lambda v: lax.psum_scatter(v, "i", tiled=True), mesh_of(8))
+    (row,) = xcoll.measure_error(fn, x, policy=Policy(accumulate="float32", min_bytes=0))
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    assert 0 < row.measured <= row.bound and unit < row.bound < 1.01 * unit
+
+
 def test_a_codec_that_sums_in_float32_is_left_alone():
     x = ones_after_256()
     policy = Policy(accumulate="float32", codec="int8", algorithm="ring", min_bytes=0)

@@ -48,7 +48,9 @@ def max_error(request: Request, stages: Sequence[Stage]) -> float:
         if stage.collective in _SUMS:
             error += (stage.span.num_ranks - 1) * _WIDE * (1 + error)
         stays_wide = after is not None and after.codec == stage.codec
-        if not stays_wide and stage.codec.is_lossy:
+        # What is gathered or reduced at once as the payload's own bits is rounded there already.
+        is_wide = stage.codec.is_lossy or stage.collective == "reduce_scatter"
+        if not stays_wide and is_wide:
             error += narrow * (1 + error)
     return error * _SLACK
 
