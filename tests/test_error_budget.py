@@ -241,3 +241,13 @@ def test_bounds_beyond_all_numbers_are_still_numbers():
     made = plan(wanted, topology, Policy(codec="int4", algorithm="ring"))
     assert made.is_lossy and made.max_error > 1e100
     assert Plan.from_json(made.to_json()) == made
+
+
+def test_a_sum_in_float32_counts_as_a_plan():
+    # Contributions are bfloat16 already; their sum is rounded once, by at most 2**-8.
+    policy = Policy(accumulate="float32", max_error=0.004, min_bytes=0)
+    request = Request("all_reduce", "sum", ("d",), (8,), "bfloat16", 2, ((1 << 16,),))
+    topology = Topology.parse("8*cpu:1@200Mbit", axes={"d": 8})
+    made = plan(request, topology, policy)
+    assert str(made.stages[0].codec) == "plain(bfloat16)"
+    assert 2**-8 <= made.max_error <= 0.004

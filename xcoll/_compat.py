@@ -81,7 +81,9 @@ def _user_line(traceback: Any) -> str | None:
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(traceback)) if traceback else []
-    own = tuple(_directory(module) for module in ("xcoll", "optax", "flax") if module in sys.modules)
+    own = tuple(
+        _directory(module) for module in ("xcoll", "optax", "flax") if module in sys.modules
+    )
     for frame in frames:
         if not frame.file_name.startswith(own):
             return f"{frame.file_name}:{frame.start_line}"

@@ -59,7 +59,7 @@ def compress(request: Request, stages: Sequence[Stage], policy: Policy) -> tuple
     shared = policy.codec_over(tuple(axis for axis, size in sizes.items() if size > 1))
     if shared is not None and shared.integers is not None:
         if request.collective in MOVES:
-            return f"{shared} is for sums: a {request.collective} has nothing to add up"
+            return f"{shared} is for sums, and {request.collective} has nothing to add up"
         if isinstance(shared, FixedPoint) and (why := shared.why_not(request.num_ranks)):
             return f"{shared} {why}"
         return tuple(replace(stage, codec=shared) for stage in stages)

@@ -11,13 +11,24 @@ from xcoll.algorithms import ALGORITHMS
 from xcoll.candidates import does
 from xcoll.codecs.plain import plain
 from xcoll.compress import compress
-from xcoll.options import Options
+from xcoll.options import Option, Options
 from xcoll.plan import Plan, Stage
 from xcoll.policy import Choice
 
 
 def accumulated(options: Options, forced: Choice | None) -> Plan:
     """Takes a plan that sums in float32: direct over all ranks, at the wire's own width."""
+    made = wide_options(options, forced)
+    others = [options.native, *made[1:]]
+    return options.made(made[0], "the policy wants sums in float32", others)
+
+
+def wide_options(options: Options, forced: Choice | None) -> list[Option]:
+    """Returns the plans that sum in float32, the best first.
+
+    Raises:
+      ValueError: the policy names another algorithm.
+    """
     request = options.request
     call = f"{request.collective} over {request.axes}, Policy(accumulate='float32')"
     if forced is not None and forced.name != "direct":
@@ -36,8 +47,7 @@ def accumulated(options: Options, forced: Choice | None) -> Plan:
         made.append(options.option(stages))
     if made[0].time_ps is not None:
         made.sort(key=lambda option: option.order)
-    others = [options.native, *made[1:]]
-    return options.made(made[0], "the policy wants sums in float32", others)
+    return made
 
 
 def deterministic(options: Options, forced: Choice | None) -> Plan:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from xcoll.algorithms import check_choice
 from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, whole
 from xcoll.compress import assignments, compress, why_exact
-from xcoll.direct_sums import accumulated, deterministic
+from xcoll.direct_sums import accumulated, deterministic, wide_options
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
 from xcoll.options import Option, Options, least_departure
@@ -132,6 +132,8 @@ class _Maker(Options):
             return self.native_plan(f"unknown topology: {self.topology.why_unknown}{advice}")
         encoded = self._encoded_options()
         exact = [] if self.policy.codec else [self.native]
+        if self.policy.accumulate and _is_narrow_sum(self.request):
+            exact = wide_options(self, None)
         if (over := self._check_budget([*exact, *encoded])) is not None:
             plan = _Maker(self.request, self.topology, self.policy.exact()).free()
             return replace(plan, reason=f"{plan.reason}{EXACT}{over}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -109,6 +111,8 @@ class Policy:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Policy({name}={getattr(self, name)!r}): must be True or False")
         _check_numbers(self)
+        if self.max_error is not None:
+            object.__setattr__(self, "max_error", float(self.max_error))
         for name, valid in (("over_budget", ("error", "exact")), ("accumulate", (None, "float32"))):
             given = getattr(self, name)
             if not isinstance(given, str | None) or given not in valid:
@@ -216,9 +220,9 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy(min_bytes={least}): must not be negative")
     if budget is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, int | float):
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise TypeError(f"Policy(max_error={budget!r}): must be a number, such as 0.01")
-    if not 0 < budget < float("inf"):
+    if not 0 < budget <= sys.float_info.max:
         raise ValueError(
             f"Policy(max_error={budget}): must be positive and finite: the error allowed, as a"
             " fraction of the sum over ranks of a block's largest magnitude"
