@@ -100,6 +100,11 @@ class Codec:
         """Returns the bound on a sum over ranks, where the codec itself decides it (`integers`)."""
         raise NotImplementedError
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `xcoll_kernels` knows this codec."""
+        return False
+
     def why_reference(self, slot_elements: int, num_ranks: int, platform: str) -> str | None:
         """Returns why no Pallas kernel carries the codec out, or None where one does.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xcoll.codecs import Codec
+from xcoll.gradients.by_platform import by_platform
 from xcoll.gradients.channel import Channel, rank_sum
 from xcoll.gradients.compressor import Compressor, Reduced
 from xcoll.gradients.layout import Layout
@@ -92,10 +93,17 @@ class TwoShot(Compressor):
     def encode(self, x: jax.Array, is_real: jax.Array, key: jax.Array | None) -> jax.Array:
         """Encodes float32 ``(..., elements)``, of which those that are not real are padding."""
         del is_real  # Zeros change no scale that the largest magnitude makes.
-        return self.code.encode(x, dtype="float32", key=key, kernels=False)
+        code = self.code
+        if isinstance(code, Codec) and code.has_kernels:
+            return by_platform(code.encode, x, dtype="float32")
+        return code.encode(x, dtype="float32", key=key, kernels=False)
 
     def _decode(self, wire: jax.Array, share: int) -> jax.Array:
-        decoded = self.code.decode(wire, share, dtype="float32", kernels=False)
+        code = self.code
+        if isinstance(code, Codec) and code.has_kernels:
+            decoded = by_platform(code.decode, wire, elements=share, dtype="float32")
+        else:
+            decoded = code.decode(wire, share, dtype="float32", kernels=False)
         return lax.optimization_barrier(decoded)
 
 
