@@ -56,6 +56,8 @@ LAYERS = (
         "cut_rules",
         "cuts",
         "hints",
+        "kept",
+        "permissions",
         "grouping",
         "rewrite",
         "primitives",

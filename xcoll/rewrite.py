@@ -7,23 +7,23 @@ change: the new equation has the old ones' outputs.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core
 
 from xcoll import _compat, marks
 from xcoll.cut_rules import Cut
 from xcoll.cuts import Cuts
-from xcoll.errors import UnknownAxisError, XcollWarning, unknown
+from xcoll.errors import XcollWarning
 from xcoll.grouping import cut_groups, distinct, levels_of, pack_equations, sort_equations
 from xcoll.hints import find_hints
+from xcoll.kept import as_it_is, is_known
 from xcoll.meshes import Hardware
+from xcoll.permissions import check_axes_exist, check_codec_axes, key_of, policy_of
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan as make_plan
 from xcoll.policy import Policy
@@ -42,7 +42,7 @@ from xcoll.sites import (
     pairs_of,
     read,
 )
-from xcoll.traffic import Sent, sent_by_permutation, sent_by_plan, sent_evenly
+from xcoll.traffic import Sent, sent_by_plan
 
 INNER_REGION = "an inner policy or optimize has planned it already"
 EMPTY = "empty operand"
@@ -89,7 +89,7 @@ class Rewriter:
         self.cuts = Cuts(jaxpr, scope, inputs)
         new = self.rewrite(jaxpr, scope)
         if self.strict is None:  # A single call's policy may be one for several meshes.
-            self._check_axes_exist()
+            check_axes_exist(self.policy, self._mesh_axes)
         return new
 
     def rewrite(self, jaxpr: core.Jaxpr, scope: Scope) -> core.Jaxpr:
@@ -107,7 +107,8 @@ class Rewriter:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
             self._mesh_axes.update(scope.mesh_sizes())
-            policy = self._policy_of(eqn, marked, scope)
+            held = self.cuts.operand_bytes(eqn, scope)
+            policy = policy_of(self.policy, eqn, marked, held)
             reason = self._why_kept(eqn, spec, scope, policy)
             if reason is not None:
                 found[index] = [self._keep(eqn, spec, scope, reason)]
@@ -127,7 +128,7 @@ class Rewriter:
                     plan,
                     tuple(scope.sizes()),
                     self.cuts.group(distinct(eqns)[0], spec, scope),
-                    self._key_of(plan, eqns, marked, spec),
+                    key_of(plan, eqns, marked, spec),
                     [site for index in indices for site in found[index]],
                 )
                 packs.append(indices)
@@ -135,14 +136,6 @@ class Rewriter:
         if all(new is old for new, old in zip(new_eqns, jaxpr.eqns, strict=True)):
             return jaxpr
         return self._once(jaxpr, scope, lambda: jaxpr.replace(eqns=sort_equations(new_eqns, packs)))
-
-    def _check_axes_exist(self) -> None:
-        """Raises UnknownAxisError where a codec is for an axis that no mesh seen here has."""
-        for name in ("codec", "backward_codec"):
-            for _, axis, _ in getattr(self.policy, name) or ():
-                if axis and self._mesh_axes and axis not in self._mesh_axes:
-                    call = f"Policy({name}={{{axis!r}: ...}})"
-                    raise UnknownAxisError(unknown(call, "mesh axis", axis, self._mesh_axes))
 
     def report(self) -> Report:
         """Returns what was found and done so far."""
@@ -202,46 +195,6 @@ class Rewriter:
             self._alive.append(jaxpr)
         return self._done[key]
 
-    def _policy_of(
-        self, eqn: core.JaxprEqn, marked: Mapping[Any, marks.Mark], scope: Scope
-    ) -> Policy:
-        """Returns what is permitted for a site: exact where differentiation added it, or small."""
-        if not self.policy.is_lossy:
-            return self.policy
-        policy = self.policy if eqn.invars[:1] and eqn.invars[0] in marked else self._derived
-        if not policy.is_lossy:
-            return policy
-        small = self.cuts.operand_bytes(eqn, scope) < policy.lossy_min_bytes()
-        return policy.exact() if small else policy
-
-    @functools.cached_property
-    def _derived(self) -> Policy:
-        return self.policy.derived()
-
-    def _key_of(
-        self,
-        plan: Plan,
-        eqns: list[core.JaxprEqn],
-        marked: Mapping[Any, marks.Mark],
-        spec: Spec,
-    ) -> Any:
-        """Returns the variable of the PRNG key with which a plan rounds, or None if it needs none.
-
-        Raises:
-          ValueError: there is no key.
-        """
-        codecs = [stage.codec for stage in plan.stages if stage.codec and stage.codec.needs_key]
-        if not codecs:
-            return None
-        key = marked[eqns[0].invars[0]].key if eqns[0].invars[0] in marked else None
-        if key is None:
-            raise ValueError(
-                f"{spec.name} over {spec.axes}: {codecs[0]} needs a PRNG key, and there is none"
-                f" here; pass it to the collective, xcoll.{spec.name}(..., policy=..., key=key),"
-                " or use rounding='nearest'"
-            )
-        return key
-
     def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy) -> str | None:
         """Returns the reason to leave a site as it is before any planning, or None."""
         operand = operand_type(eqn)
@@ -289,38 +242,11 @@ class Rewriter:
                 f"{spec.name} over {spec.axes}: algorithm {forced} was asked for by name, and"
                 f" cannot be had here: {reason}"
             )
-        plan, sent = self._as_it_is(eqn, spec, scope)
+        request = None
+        if all(axis in scope.sizes() for axis in spec.axes) and spec.collective != "permute":
+            request = self._request([eqn], spec, scope) if is_known(eqn) else None
+        plan, sent = as_it_is(eqn, spec, scope, request, self.hardware)
         return _site(eqn, spec, scope, reason, plan, sent=sent)
-
-    def _as_it_is(
-        self, eqn: core.JaxprEqn, spec: Spec, scope: Scope
-    ) -> tuple[Plan | None, Sent | None]:
-        """Returns XLA's own plan for a kept site, and what it sends, as far as they are known."""
-        operand, mesh_sizes = operand_type(eqn), scope.mesh_sizes()
-        if is_symbolic(operand.shape) or not all(axis in scope.sizes() for axis in spec.axes):
-            return None, None
-        if spec.collective == "permute":
-            perm, num_bytes = eqn.params.get("perm", ()), operand_bytes(eqn)
-            return None, sent_by_permutation(perm, spec.axes, num_bytes, mesh_sizes)
-        if jnp.issubdtype(operand.dtype, jax.dtypes.extended):
-            return None, None
-        topology, native = self.hardware.topology(scope.mesh), Policy.native()
-        request = self._request([eqn], spec, scope)
-        if spec.collective == "barrier":
-            request = dataclasses.replace(
-                request, collective="all_reduce", op="sum", dtype="int32", itemsize=4, shapes=((),)
-            )
-            return None, sent_by_plan(make_plan(request, topology, native), topology, mesh_sizes)
-        groups = eqn.params.get("axis_index_groups")
-        if groups is not None:
-            alike = len(spec.axes) == 1 and len({len(group) for group in groups}) == 1
-            request = dataclasses.replace(request, axis_sizes=(len(groups[0]),))
-            plan = make_plan(request, None, native) if alike else None
-            return None, None if plan is None else sent_evenly(plan, mesh_sizes)
-        if spec.kept_reason is not None:
-            return None, None
-        plan = make_plan(request, topology, native)
-        return plan, sent_by_plan(plan, topology, mesh_sizes)
 
     def _is_strict(self, spec: Spec) -> bool:
         return self.policy.by_name or self.strict == spec.collective
@@ -347,20 +273,11 @@ class Rewriter:
         self._num_groups += 1
         # The policy speaks of psum and pmax, the planner of all-reduces.
         policy = policy.narrowed(spec.name)
-        _check_codec_axes(policy, spec, scope)
+        check_codec_axes(policy, spec, scope)
         topology = self.hardware.topology(scope.mesh)
         request = self._request(distinct(eqns)[0], spec, scope)
         plan = make_plan(request, topology, policy, strict=self._is_strict(spec))
         return plan, self._num_groups - 1, sent_by_plan(plan, topology, scope.mesh_sizes())
-
-
-def _check_codec_axes(policy: Policy, spec: Spec, scope: Scope) -> None:
-    """Raises ValueError where a policy's codec is for an axis that the mesh does not have."""
-    mesh = scope.mesh_sizes()
-    for _, axis, _ in policy.permits:
-        if axis and axis not in mesh:
-            call = f"{spec.name} over {spec.axes}, Policy(codec={{{axis!r}: ...}})"
-            raise UnknownAxisError(unknown(call, "mesh axis", axis, mesh))
 
 
 def _site(
