@@ -21,6 +21,7 @@ from xcoll.collectives import pmin as pmin
 from xcoll.collectives import ppermute as ppermute
 from xcoll.collectives import psum as psum
 from xcoll.collectives import psum_scatter as psum_scatter
+from xcoll.device_order import make_mesh as make_mesh
 from xcoll.errors import PlanMismatchError as PlanMismatchError
 from xcoll.errors import ScheduleError as ScheduleError
 from xcoll.errors import UnknownAxisError as UnknownAxisError
@@ -28,6 +29,8 @@ from xcoll.errors import UnsupportedError as UnsupportedError
 from xcoll.errors import XcollWarning as XcollWarning
 from xcoll.measure import Measured as Measured
 from xcoll.measure import measure_error as measure_error
+from xcoll.mesh_report import MeshReport as MeshReport
+from xcoll.mesh_report import explain_mesh as explain_mesh
 from xcoll.plan import Plan as Plan
 from xcoll.policy import Policy as Policy
 from xcoll.primitives import disable as disable

@@ -18,7 +18,7 @@ from xcoll.hardware.links import Link as Link
 from xcoll.hardware.mesh import read_mesh
 from xcoll.hardware.stored import read_axes, read_device, read_fields
 from xcoll.hardware.text import read
-from xcoll.units import readable_time
+from xcoll.units import readable_rate, readable_time
 
 _JSON_VERSION = 1
 
@@ -277,9 +277,9 @@ def _describe(level: Level) -> str:
     if level.stride > 1 or level.extent != level.size:
         parts[0] += f" (every {level.stride} of {level.dimension}={level.extent})"
     if level.link.network != "memory" and level.link.kind != "unknown":
-        parts.append(f"{_rate(level.bandwidth_bytes_per_s)} one way")
+        parts.append(f"{readable_rate(level.bandwidth_bytes_per_s)} one way")
         if len(set(level.rates_bytes_per_s)) > 1:
-            parts.append(f"unequal hosts (fastest {_rate(max(level.rates_bytes_per_s))})")
+            parts.append(f"unequal hosts (fastest {readable_rate(max(level.rates_bytes_per_s))})")
         if level.link.network == "torus":
             parts.append("ring" if level.is_ring else "line")
         if level.shared_by > 1:
@@ -287,9 +287,3 @@ def _describe(level: Level) -> str:
         if level.link.latency_ps:
             parts.append(readable_time(level.link.latency_ps))
     return ", ".join(parts)
-
-
-def _rate(bytes_per_s: int) -> str:
-    if bytes_per_s >= 10**9:
-        return f"{bytes_per_s / 1e9:.1f} GB/s"
-    return f"{bytes_per_s / 1e6:.1f} MB/s"

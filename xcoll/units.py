@@ -27,3 +27,14 @@ def readable_time(time_ps: int | None) -> str:
         if time_ps >= scale:
             return f"{time_ps / scale:.3g} {unit}"
     return f"{time_ps / 1000:.3g} ns"
+
+
+def readable_rate(bytes_per_s: int) -> str:
+    """Reads bytes per second as people do.
+
+    >>> readable_rate(90_000_000_000), readable_rate(23_900_000)
+    ('90.0 GB/s', '23.9 MB/s')
+    """
+    if bytes_per_s >= 10**9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.1f} MB/s"

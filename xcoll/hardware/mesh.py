@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,44 @@ from xcoll.hardware.text import take_apart
 Found = tuple[Device, tuple[AxisLinks, ...], str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where devices lie in a system.
+
+    Attributes:
+      device: what they are.
+      dimensions: of the system, outermost first; some may have one position.
+      coordinates: a row a device, a column a dimension.
+      name: of the system.
+    """
+
+    device: Device
+    dimensions: tuple[Dimension, ...]
+    coordinates: np.ndarray[Any, Any]
+    name: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is one device at each place."""
+        places = math.prod(d.size for d in self.dimensions)
+        count = len(self.coordinates)
+        return count == places and len(np.unique(self.coordinates, axis=0)) == count
+
+
 def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found | str:
     """Returns the device, the axes and a name; or why nothing is known, as text."""
-    flat = list(devices.flat)
+    places = read_places(list(devices.flat))
+    if isinstance(places, str):
+        return places
+    coordinates = places.coordinates.reshape(*devices.shape, -1)
+    levels = read_levels(coordinates, places.dimensions, tuple(axes))
+    if levels is None:
+        return "its devices lie in an order that no product of axes describes"
+    return places.device, levels, places.name
+
+
+def read_places(flat: Sequence[Any]) -> Places | str:
+    """Returns where devices lie; or why that is not known, as text."""
     kinds = sorted({str(d.device_kind) for d in flat})
     if len(kinds) > 1:
         return f"the mesh mixes kinds of devices: {', '.join(kinds)}"
@@ -55,11 +91,13 @@ def read_mesh(devices: np.ndarray[Any, Any], axes: Mapping[str, int]) -> Found |
         make = cpu_dimensions if platform == "cpu" else None
         found = make(per_host, 1) if make else gpu_dimensions(kind, per_host, count)
         dimensions = found if len(found) == 2 else [_single("host"), *found]
-    levels = _levels(coordinates.reshape(*devices.shape, -1), dimensions, tuple(axes))
-    if levels is None:
-        return "its devices lie in an order that no product of axes describes"
     sizes = "x".join(str(d.size) for d in dimensions if d.name not in ("slice", "host", "core"))
-    return Device.named(kind, count), levels, _name(kind, count, sizes)
+    return Places(
+        device=Device.named(kind, count),
+        dimensions=tuple(dimensions),
+        coordinates=coordinates,
+        name=_name(kind, count, sizes),
+    )
 
 
 def _name(kind: str, count: int, sizes: str) -> str:
@@ -126,10 +164,10 @@ def _single(name: str) -> Dimension:
     return Dimension(name=name, size=1, link=memory.link)
 
 
-def _levels(
+def read_levels(
     coordinates: np.ndarray[Any, Any], dimensions: Sequence[Dimension], names: Sequence[str]
 ) -> tuple[AxisLinks, ...] | None:
-    """Finds each axis's levels, and checks that they give every device its coordinates."""
+    """Returns each axis's levels; None where they do not give every device its coordinates."""
     shape = coordinates.shape[:-1]
     origin = coordinates[(0,) * len(shape)]
     predicted = np.broadcast_to(origin, coordinates.shape).copy()
