@@ -50,6 +50,7 @@ LAYERS = (
         "systems",
         "device_order",
         "mesh_report",
+        "mesh_analysis",
         "agreement",
     ),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),

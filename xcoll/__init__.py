@@ -29,8 +29,8 @@ from xcoll.errors import UnsupportedError as UnsupportedError
 from xcoll.errors import XcollWarning as XcollWarning
 from xcoll.measure import Measured as Measured
 from xcoll.measure import measure_error as measure_error
+from xcoll.mesh_analysis import explain_mesh as explain_mesh
 from xcoll.mesh_report import MeshReport as MeshReport
-from xcoll.mesh_report import explain_mesh as explain_mesh
 from xcoll.plan import Plan as Plan
 from xcoll.policy import Policy as Policy
 from xcoll.primitives import disable as disable

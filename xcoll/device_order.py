@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 from xcoll.errors import XcollWarning, unknown
 from xcoll.hardware.mesh import Places, read_levels
-from xcoll.layouts import System, search, total_ps
+from xcoll.layouts import System, choose, total_ps
 from xcoll.systems import locate, nearest_shapes
 from xcoll.topology import Topology
 
@@ -39,10 +39,11 @@ def make_mesh(
     jax too orders axes by increasing traffic.
 
     Otherwise the order is the one with the least sum, over the axes, of the predicted time of XLA's
-    all-reduce of the axis's traffic: large axes of heavy traffic lie on whole torus dimensions,
-    which are rings where they wrap around, and slices and hosts lie on light axes, outermost.
-    jax's own order stays unless another is predicted faster. The result is the same in every
-    process. `xcoll.explain_mesh` shows it.
+    all-reduce of the axis's traffic: light axes lie between slices and hosts, outermost, and heavy
+    ones on whole torus dimensions, which are rings where they wrap around. A ring is divided only
+    where the sizes leave no other way, or where that is predicted to be twice as fast. jax's own
+    order stays unless another is predicted faster. The result is the same in every process.
+    `xcoll.explain_mesh` shows it.
 
     Args:
       axis_shapes: size of each axis; with a product below the number of devices, the first devices
@@ -117,7 +118,7 @@ def _ordered(
     system = System(device=places.device, dimensions=places.dimensions)
     if isinstance(plain, Mesh) and plain.size == 1:
         return plain
-    layout = search(system, shape, axis_bytes)
+    layout = choose(system, shape, axis_bytes)
     if isinstance(plain, Mesh):
         number = {device: i for i, device in enumerate(devices)}
         order = [number[device] for device in plain.devices.flat]
@@ -192,9 +193,8 @@ def check_traffic(
 def _does_not_fit(call: str, shape: tuple[int, ...], num_devices: int, why: str = "") -> str:
     near = nearest_shapes(shape, num_devices)
     fix = f"the nearest sizes that fit: {', '.join(map(str, near))}" if near else "give axes"
-    devices = f"{num_devices} device" + ("s" if num_devices != 1 else "")
     return (
-        f"{call}: the axes make {math.prod(shape)} devices, there are {devices}"
+        f"{call}: the axes make {math.prod(shape)} devices, there are {num_devices}"
         + (f", {why}" if why else "")
         + f"; {fix}"
     )

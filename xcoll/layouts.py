@@ -34,6 +34,9 @@ _Free = tuple[tuple[int, int], ...]
 _MOST_STATES = 512
 """States kept an axis. Meshes of up to four axes seldom have as many."""
 
+_FACTOR_TO_BREAK = 2
+"""How many times faster a layout must be predicted that breaks a ring."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -90,9 +93,34 @@ class Layout:
         return out
 
 
+def choose(system: System, axis_sizes: Sequence[int], axis_bytes: Sequence[int]) -> Layout:
+    """Returns the best layout that leaves rings whole, unless breaking them is far faster.
+
+    A part of a ring is a line, or shares its links with other lines. How XLA travels on parts is
+    known less well than on whole rings (`jax.make_mesh` breaks them on v5e only), so that the
+    gain must be a factor, as that of a light axis between slices in place of a heavy one.
+
+    Args:
+      system: what to lay the axes over; as many places as the axes have positions.
+      axis_sizes: of the mesh.
+      axis_bytes: payload of an all-reduce over each axis, on each device.
+    """
+    whole = search(system, axis_sizes, axis_bytes, whole_rings=True)
+    free = search(system, axis_sizes, axis_bytes)
+    assert free is not None
+    if whole is not None and whole.time_ps <= _FACTOR_TO_BREAK * free.time_ps:
+        return whole
+    return free
+
+
 def search(
-    system: System, axis_sizes: Sequence[int], axis_bytes: Sequence[int], *, worst: bool = False
-) -> Layout:
+    system: System,
+    axis_sizes: Sequence[int],
+    axis_bytes: Sequence[int],
+    *,
+    worst: bool = False,
+    whole_rings: bool = False,
+) -> Layout | None:
     """Returns the layout of least predicted time.
 
     Among equals: the one that splits the fewest dimensions, then the one nearest to row-major,
@@ -104,7 +132,12 @@ def search(
       axis_sizes: of the mesh.
       axis_bytes: payload of an all-reduce over each axis, on each device.
       worst: the layout of most predicted time instead.
+      whole_rings: only layouts in which no dimension that wraps around is divided.
+
+    Returns:
+      The layout; None where all divide a ring and none may.
     """
+    closed = tuple(d.wrap for d in system.dimensions)
     sign = -1 if worst else 1
     order = sorted(range(len(axis_sizes)), key=lambda i: (-axis_bytes[i], -i))
     start: _Free = tuple((1, size) for size in system.sizes)
@@ -114,6 +147,8 @@ def search(
         found: dict[_Free, tuple[Any, ...]] = {}
         for free, (time, splits, far, inside, taken) in best.items():
             for parts, left in _takes(axis_sizes[i], free):
+                if whole_rings and any(closed[k] and n < system.sizes[k] for k, n, _ in parts):
+                    continue
                 cost = price(parts)
                 key = (
                     time + sign * cost[0],
@@ -126,20 +161,20 @@ def search(
                     found[left] = key
         kept = sorted(found.items(), key=lambda item: item[1])[:_MOST_STATES]
         best = dict(kept)
+    if not best:
+        return None
     ((time, *_, taken),) = best.values()
     by_axis = dict(zip(order, taken, strict=True))
     return Layout(axes=tuple(by_axis[i] for i in range(len(order))), time_ps=sign * time)
 
 
-def extremes(system: System, axis_size: int, num_bytes: int) -> tuple[Parts, Parts]:
-    """Returns the fastest and the slowest that an axis by itself could lie on."""
+def slowest(system: System, axis_size: int, num_bytes: int) -> Parts:
+    """Returns the slowest that an axis by itself could lie on."""
     start: _Free = tuple((1, size) for size in system.sizes)
-    timed = sorted(
-        (system.time_ps(system.levels(parts), num_bytes), len(parts), parts)
-        for parts, _ in _takes(axis_size, start)
+    found = (parts for parts, _ in _takes(axis_size, start))
+    return min(
+        found, key=lambda p: (-system.time_ps(system.levels(p), num_bytes), len(p), p), default=()
     )
-    slowest = min(timed, key=lambda item: (-item[0], item[1], item[2]))
-    return timed[0][2], slowest[2]
 
 
 def total_ps(system: System, axes: Sequence[AxisLinks], axis_bytes: Sequence[int]) -> int:

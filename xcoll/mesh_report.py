@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-from jax.sharding import Mesh
-
-from xcoll.device_order import DEFAULT_BYTES, check_traffic
-from xcoll.hardware.links import AxisLinks, Level
-from xcoll.hardware.mesh import Places, read_levels
-from xcoll.layouts import System, extremes, search
-from xcoll.plan import Request
-from xcoll.planner import plan
-from xcoll.policy import Policy
-from xcoll.systems import locate
+from xcoll.hardware.links import Level
 from xcoll.topology import Topology
 from xcoll.units import readable_bytes, readable_rate, readable_time
 
@@ -31,24 +20,22 @@ class MeshAxis:
     Attributes:
       name: of the axis.
       size: of the axis.
+      num_bytes: payload of the all-reduce that is timed, on each device.
       levels: what it lies on, innermost first; empty where that is not known, or of size one.
       hosts: hosts (processes, or NVLink domains) that one line along the axis touches.
       slices: TPU slices that it touches.
-      num_bytes: payload of the all-reduce that is timed, on each device.
       time_ps: predicted time of XLA's all-reduce of it over this axis; None where unknown.
-      best_time_ps: the same for the fastest that an axis of this size could lie on here.
-      worst_time_ps: the same for the slowest.
-      worst_levels: the slowest, innermost first.
+      worst_time_ps: the same for the slowest that an axis of this size could lie on here.
+      worst_levels: that, innermost first.
     """
 
     name: str
     size: int
+    num_bytes: int
     levels: tuple[Level, ...] = ()
     hosts: int = 1
     slices: int = 1
-    num_bytes: int = DEFAULT_BYTES
     time_ps: int | None = None
-    best_time_ps: int | None = None
     worst_time_ps: int | None = None
     worst_levels: tuple[Level, ...] = ()
 
@@ -77,8 +64,9 @@ class MeshReport:
       topology: of this mesh, for ``xcoll.optimize(topology=...)``: it holds for the order of
         the devices in the mesh. Unknown where that is not known, with the reason.
       time_ps: sum of the axes' times; None where unknown.
-      best_time_ps: the same for the best order of the devices.
-      worst_time_ps: the same for the worst.
+      best_time_ps: the same for the order that `xcoll.make_mesh` would choose for this traffic, if
+        that is better; None where the mesh has only some of a system's devices.
+      worst_time_ps: the same for the worst order.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -140,13 +128,15 @@ class MeshReport:
         if self.time_ps is None:
             yield f"unknown: {self.topology.why_unknown}"
             return
-        best, worst = self.best_time_ps or 0, self.worst_time_ps or 0
         text = f"all axes: {readable_time(self.time_ps)} in this order"
-        if best < self.time_ps:
-            text += f", {readable_time(best)} in the best (xcoll.make_mesh(..., traffic=...))"
-        if worst > self.time_ps:
-            text += f", {readable_time(worst)} in the worst ({worst / self.time_ps:.1f} x)"
-        yield text + ("; no other is faster" if best >= self.time_ps else "")
+        best, worst = self.best_time_ps, self.worst_time_ps
+        if best is not None and best < self.time_ps:
+            text += f", {readable_time(best)} in that of xcoll.make_mesh(..., traffic=...)"
+        elif best is not None:
+            text += ", and xcoll.make_mesh finds none better"
+        if worst is not None and worst > self.time_ps:
+            text += f"; {readable_time(worst)} in the worst, {worst / self.time_ps:.1f} x as long"
+        yield text
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -154,124 +144,6 @@ class MeshReport:
         out = io.StringIO()
         Console(file=out, width=120).print(self)
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
-
-
-def explain_mesh(
-    mesh: Mesh,
-    topology: Topology | str | None = None,
-    *,
-    traffic: Mapping[str, int] | None = None,
-) -> MeshReport:
-    """Says where each axis of a mesh lies, how fast it is, and what a worse order would cost.
-
-    Args:
-      mesh: a `jax.sharding.Mesh`, made by `xcoll.make_mesh` or otherwise.
-      topology: what the devices lie on, where they do not say, as in `xcoll.make_mesh`.
-      traffic: bytes that each device all-reduces over an axis; by default 64 MiB over each.
-
-    Returns:
-      The report. Where nothing is known about the devices it says why.
-
-    Raises:
-      TypeError: ``mesh`` has no devices, or an argument has the wrong type.
-      ValueError: the topology does not fit the mesh; an axis of ``traffic`` is not there.
-
-    Example:
-      >>> import jax
-      >>> mesh = jax.make_mesh((2, 4), ("host", "device"))
-      >>> report = explain_mesh(mesh, "2*cpu:4@200Mbit")
-      >>> [(axis.name, axis.hosts, axis.bandwidth_bytes_per_s) for axis in report.axes]
-      [('host', 2, 5977377), ('device', 1, None)]
-    """
-    if not isinstance(mesh, Mesh):
-        raise TypeError(f"explain_mesh({mesh!r}): must be a jax.sharding.Mesh")
-    sizes = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    names = tuple(sizes)
-    call = f"explain_mesh({', '.join(f'{k}={v}' for k, v in sizes.items())})"
-    axis_bytes = dict.fromkeys(names, DEFAULT_BYTES)
-    if traffic is not None:
-        axis_bytes = dict(zip(names, check_traffic(call, names, traffic), strict=True))
-    # Summed in whole float32.
-    axis_bytes = {name: -(-count // 4) * 4 for name, count in axis_bytes.items()}
-    places = locate(call, list(mesh.devices.flat), topology)
-    found = _read(places, mesh)
-    if isinstance(found, str):
-        axes = [
-            MeshAxis(name=name, size=size, hosts=_processes(mesh, i), num_bytes=axis_bytes[name])
-            for i, (name, size) in enumerate(sizes.items())
-        ]
-        return MeshReport(axes=tuple(axes), topology=Topology.unknown(sizes, found))
-    assert isinstance(places, Places)
-    described = Topology(axes=found, device=places.device, name=places.name)
-    system = System(device=places.device, dimensions=places.dimensions)
-    axes = [_axis(mesh, i, described, system, axis_bytes[name]) for i, name in enumerate(sizes)]
-    best: int | None = None
-    worst: int | None = None
-    total = sum(axis.time_ps or 0 for axis in axes)
-    if places.is_whole:
-        shape, loads = tuple(sizes.values()), tuple(axis_bytes.values())
-        best = min(total, search(system, shape, loads).time_ps)
-        worst = max(total, search(system, shape, loads, worst=True).time_ps)
-    return MeshReport(
-        axes=tuple(axes),
-        topology=described,
-        time_ps=total,
-        best_time_ps=best,
-        worst_time_ps=worst,
-    )
-
-
-def _read(places: Places | str, mesh: Mesh) -> tuple[AxisLinks, ...] | str:
-    if isinstance(places, str):
-        return places
-    coordinates = places.coordinates.reshape(*mesh.devices.shape, -1)
-    found = read_levels(coordinates, places.dimensions, tuple(mesh.axis_names))
-    return (
-        "its devices lie in an order that no product of axes describes" if found is None else found
-    )
-
-
-def _axis(
-    mesh: Mesh, position: int, topology: Topology, system: System, num_bytes: int
-) -> MeshAxis:
-    links = topology.axes[position]
-    fastest, slowest = extremes(system, links.size, num_bytes)
-    request = Request(
-        collective="all_reduce",
-        op="sum",
-        axes=(links.name,),
-        axis_sizes=(links.size,),
-        dtype="float32",
-        itemsize=4,
-        shapes=((num_bytes // 4,),),
-        platform=topology.platform,
-    )
-    time = plan(request, topology, Policy(algorithm="native")).native_time_ps if num_bytes else 0
-    slow = system.levels(slowest)
-    return MeshAxis(
-        name=links.name,
-        size=links.size,
-        levels=links.levels,
-        hosts=max(_crossed(links.levels, "host"), _processes(mesh, position)),
-        slices=_crossed(links.levels, "slice"),
-        num_bytes=num_bytes,
-        time_ps=time,
-        best_time_ps=system.time_ps(system.levels(fastest), num_bytes),
-        worst_time_ps=system.time_ps(slow, num_bytes),
-        worst_levels=slow,
-    )
-
-
-def _crossed(levels: tuple[Level, ...], dimension: str) -> int:
-    return math.prod(level.size for level in levels if level.dimension == dimension)
-
-
-def _processes(mesh: Mesh, position: int) -> int:
-    """Returns the most processes on a line along the axis."""
-    shape = mesh.devices.shape
-    processes = np.array([d.process_index for d in mesh.devices.flat]).reshape(shape)
-    lines = np.sort(np.moveaxis(processes, position, -1).reshape(-1, shape[position]), axis=-1)
-    return int((np.diff(lines, axis=-1) != 0).sum(axis=-1).max()) + 1
 
 
 def _bandwidth(levels: tuple[Level, ...]) -> int | None:
@@ -283,7 +155,7 @@ def _sharers(level: Level) -> int:
     return level.shared_by * (level.stride if level.link.network == "torus" else 1)
 
 
-_COLUMNS = (
+_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("axis", "left"),
     ("lies on", "left"),
     ("one way", "right"),

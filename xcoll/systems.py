@@ -95,7 +95,7 @@ def read_topology(call: str, topology: Topology | str, num_devices: int) -> Topo
 def nearest_shapes(shape: Sequence[int], num_devices: int, most: int = 3) -> list[tuple[int, ...]]:
     """Returns the shapes with as many axes that use all devices, nearest first.
 
-    Near is a small product over axes of the ratio of the sizes.
+    Near is a small sum of squares, over the axes, of the logarithm of the sizes' ratio.
 
     >>> nearest_shapes((4, 8), 16)
     [(2, 8), (4, 4), (1, 16)]
@@ -106,7 +106,7 @@ def nearest_shapes(shape: Sequence[int], num_devices: int, most: int = 3) -> lis
         found: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
         for left, shapes in best.items():
             for size in [left] if is_last else _divisors(left):
-                far = abs(math.log2(size / max(1, wanted)))
+                far = math.log2(size / wanted) ** 2
                 longer = [(round(d + far, 9), (*s, size)) for d, s in shapes]
                 found.setdefault(left // size, []).extend(longer)
         best = {left: heapq.nsmallest(most, shapes) for left, shapes in found.items()}
