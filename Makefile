@@ -5,7 +5,8 @@ OLDEST_JAX := 0.11.2
 OLDEST_TESTS := tests/test_transform.py tests/test_rewrite.py tests/test_hints.py tests/test_graphs.py \
   tests/test_collectives.py tests/test_composites.py tests/test_laws.py tests/test_program_size.py \
   tests/test_marks.py tests/test_keys.py tests/test_partial_manual.py tests/test_measure.py \
-  tests/test_compressed_gradients.py tests/test_gradients_buckets.py tests/test_gradients_windows.py
+  tests/test_compressed_gradients.py tests/test_gradients_buckets.py tests/test_gradients_windows.py \
+  tests/test_make_mesh.py
 
 PY := .venv/bin/python
 OLDEST_PY := .venv-oldest/bin/python

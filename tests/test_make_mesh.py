@@ -25,7 +25,10 @@ MIB, GIB = 2**20, 2**30
 
 
 def devices(text):
-    return [device for granule in aot.devices(text) for device in granule]
+    try:
+        return [device for granule in aot.devices(text) for device in granule]
+    except ImportError as error:  # on the oldest jax, whose environment has no such compiler
+        pytest.skip(str(error))
 
 
 def of(mesh, value):

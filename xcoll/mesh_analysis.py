@@ -45,7 +45,7 @@ def explain_mesh(
       >>> mesh = jax.make_mesh((2, 4), ("host", "device"))
       >>> report = explain_mesh(mesh, "2*cpu:4@200Mbit")
       >>> [(axis.name, axis.hosts, axis.bandwidth_bytes_per_s) for axis in report.axes]
-      [('host', 2, 5977377), ('device', 1, None)]
+      [('host', 2, 5977542), ('device', 1, None)]
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"explain_mesh({mesh!r}): must be a jax.sharding.Mesh")
