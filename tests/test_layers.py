@@ -68,7 +68,7 @@ LAYERS = (
         "primitives",
         "report",
     ),
-    ("calls", "collectives", "rooted"),
+    ("calls", "collectives", "rooted", "sharding"),
     ("graphs", "transform", "deviation", "measure", "gradients", "hlo"),
     ("typed", "cli", "__init__"),
 )
@@ -162,7 +162,7 @@ def exported(package: str) -> set[str]:
 def test_no_module_has_the_name_of_a_public_function():
     every_part = {part for name in modules() for part in name.split(".")}
     assert not every_part & exported("")
-    for package in ("algorithms", "codecs", "gradients", "hardware", "hlo"):
+    for package in ("algorithms", "codecs", "gradients", "hardware", "hlo", "sharding"):
         files = {path.stem for path in (ROOT / package).glob("*.py")}
         assert not files & exported(package), package
 

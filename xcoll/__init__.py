@@ -12,6 +12,7 @@ from xcoll import aot as aot
 from xcoll import codecs as codecs
 from xcoll import gradients as gradients
 from xcoll import hlo as hlo
+from xcoll import sharding as sharding
 from xcoll.collectives import all_gather as all_gather
 from xcoll.collectives import all_to_all as all_to_all
 from xcoll.collectives import pbroadcast as pbroadcast
