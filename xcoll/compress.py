@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from xcoll import codecs
 from xcoll.algorithms import part_of
+from xcoll.candidates import DIRECT
 from xcoll.codecs import Codec, FixedPoint
-from xcoll.costmodel import operands, payload_elements
+from xcoll.costmodel import REDUCTIONS, operands, payload_elements
 from xcoll.plan import Request, Stage
-from xcoll.policy import Choice, Policy
-
-DIRECT = Choice("direct")
+from xcoll.policy import Policy
 
 KERNELS = "Pallas"
 """What a plan says where Pallas kernels carry its codecs out."""
@@ -28,7 +27,7 @@ def why_exact(request: Request, policy: Policy) -> str | None:
     """Returns why no codec may carry a request, whatever its axes and algorithm, or None."""
     if not (policy.codec or policy.max_error):
         return "the policy has no codec"
-    if request.collective not in ("all_reduce", "reduce_scatter", *MOVES):
+    if request.collective not in (*REDUCTIONS, *MOVES):
         return f"codecs carry no {request.collective}"
     if request.collective not in MOVES and request.op != "sum":
         return f"codecs carry sums, and no {request.op}"

@@ -12,9 +12,6 @@ from xcoll.ranks import Ranks
 from xcoll.schedule import Repeat
 from xcoll.wire import Wire
 
-MOVES = ("all_gather", "all_to_all", "permute")
-"""Collectives that only move data."""
-
 
 def hops_on(step: Repeat) -> bool:
     """Whether what a rank receives in one iteration is what it sends in the next, summed up."""

@@ -15,6 +15,7 @@ from xcoll.candidates import (
     undone_stages,
     whole_span,
 )
+from xcoll.costmodel import REDUCTIONS
 from xcoll.plan import Request, Span, Stage
 from xcoll.policy import Choice
 from xcoll.topology import Topology
@@ -106,7 +107,7 @@ def _filled(
     if is_missing and does(NATIVE, "all_reduce", request, topology) is not None:
         levels[-1] = Choice("ring")
     scattering = len(spans) - 1 if request.collective == "all_reduce" else len(spans)
-    if request.collective not in ("all_reduce", "reduce_scatter") or named >= scattering:
+    if request.collective not in REDUCTIONS or named >= scattering:
         return levels
     if does(NATIVE, "reduce_scatter", request, topology) is not None:
         stand_in = DIRECT if request.op == "sum" else Choice("ring")

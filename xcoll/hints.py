@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from xcoll import _compat
+from xcoll.costmodel import REDUCTIONS
 from xcoll.sites import REGION, Scope, Spec, enter, operand_type, read
 
 # fmt: off
@@ -189,7 +190,7 @@ def _unknown(count: int, inputs: Sequence[_Fact] = ()) -> _Facts:
 def _collective(eqn: core.JaxprEqn, spec: Spec, inputs: _Facts, scope: Scope) -> _Result:
     """Returns what is known of the result of a sum over ranks, and whether it is one too many."""
     sizes, fact, unknown = scope.sizes(), inputs[0], _unknown(len(eqn.outvars), inputs)
-    is_sum = spec.op == "sum" and spec.collective in ("all_reduce", "reduce_scatter")
+    is_sum = spec.op == "sum" and spec.collective in REDUCTIONS
     if not is_sum or spec.kept_reason is not None or not all(a in sizes for a in spec.axes):
         return unknown, []
     num_ranks = _count(spec.axes, sizes)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from xcoll.algorithms import build
-from xcoll.encoded import MOVES
+from xcoll.compress import MOVES
 from xcoll.execute import Run
 from xcoll.plan import Stage
 from xcoll.ranks import Ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xcoll.costmodel import stage_form
+from xcoll.costmodel import REDUCTIONS, stage_form
 from xcoll.plan import Request, Stage
 from xcoll.roundoff import error_bound, is_inexact, unit_roundoff
 
@@ -41,11 +41,11 @@ def max_error(request: Request, stages: Sequence[Stage]) -> float:
     error = 0.0
     for stage, after in zip(stages, [*stages[1:], None], strict=True):
         if stage.codec is None:
-            adds = 0 if stage.collective not in _SUMS else stage.span.num_ranks - 1
+            adds = 0 if stage.collective not in REDUCTIONS else stage.span.num_ranks - 1
             error += adds * unit * (1 + error)
             continue
         error = _rounded(error, _one_rounding(stage, unit), _roundings(stage))
-        if stage.collective in _SUMS:
+        if stage.collective in REDUCTIONS:
             error += (stage.span.num_ranks - 1) * _WIDE * (1 + error)
         stays_wide = after is not None and after.codec == stage.codec
         # What is gathered or reduced at once as the payload's own bits is rounded there already.
@@ -57,8 +57,6 @@ def max_error(request: Request, stages: Sequence[Stage]) -> float:
 
 _MOST = 1e300
 """What is past it is not told apart: no float32 is as many times another."""
-
-_SUMS = ("all_reduce", "reduce_scatter")
 
 
 def _rounded(error: float, by: float, times: int) -> float:
@@ -78,7 +76,7 @@ def _rounded(error: float, by: float, times: int) -> float:
 
 def _roundings(stage: Stage) -> int:
     """Returns how often a value is encoded in a stage, at most."""
-    if stage.collective not in _SUMS or stage.choice.name == "direct":
+    if stage.collective not in REDUCTIONS or stage.choice.name == "direct":
         return 1
     return sum(phase.steps for phase in stage_form(stage).phases if phase.kind == "permute")
 

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from xcoll_kernels import arithmetic
 
 from xcoll.codecs.limits import DTYPES
 from xcoll.codecs.packing import padded
+from xcoll.codecs.rank_order import rank_sum
 
 FLOOR = 2.0**-126
 """Absolute term of every law of error: subnormal float32 numbers count as zero."""
-
-_UNROLLED_RANKS = 16
-"""Sums of more contributions are a scan, so that programs stay small."""
 
 
 class Codec:
@@ -248,12 +245,7 @@ class Codec:
         def decoded(slot: jax.Array) -> jax.Array:
             return self.decode(slot, elements, dtype=dtype, platform=platform, kernels=kernels)
 
-        total = decoded(wire[0])
-        if wire.shape[0] <= _UNROLLED_RANKS:
-            for rank in range(1, wire.shape[0]):
-                total = total + decoded(wire[rank])
-        else:
-            total, _ = lax.scan(lambda s, slot: (s + decoded(slot), None), total, wire[1:])
+        total = rank_sum(wire, decoded)
         return self.encode(total, dtype=dtype, key=key, platform=platform, kernels=kernels)
 
     def accumulate_and_encode(

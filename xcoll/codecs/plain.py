@@ -10,6 +10,7 @@ from jax import lax
 
 from xcoll.codecs.base import Codec
 from xcoll.codecs.checks import check_name
+from xcoll.codecs.packing import padded_with_zeros
 
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -70,10 +71,7 @@ class Plain(Codec):
     ) -> jax.Array:
         """Encodes payloads: see `Codec.encode`. Infinities and NaNs stay where they are."""
         self.check_dtype(dtype)
-        elements = x.shape[-1]
-        bits = lax.bitcast_convert_type(x.astype(self.dtype), jnp.uint16)
-        rest = self.wire_items(elements) - elements
-        return jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, rest)])
+        return padded_with_zeros(lax.bitcast_convert_type(x.astype(self.dtype), jnp.uint16))
 
     def decode(
         self,

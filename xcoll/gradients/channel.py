@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_UNROLLED_RANKS = 16
-"""Sums over more ranks are a scan, so that programs stay small."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Channel:
@@ -55,19 +52,3 @@ class Channel:
             return total
         # Without the barrier a compiler may drop the conversion there and back.
         return lax.optimization_barrier(total.astype(self.dtype)).astype(jnp.float32)
-
-
-def rank_sum(terms: jax.Array) -> jax.Array:
-    """Returns ``((x0 + x1) + x2) + ...`` over the leading dimension, in float32.
-
-    The order is written out, since the compiler's own is not always the same.
-
-    >>> print(rank_sum(jnp.array([[1e8], [1.0], [-1e8]])))
-    [0.]
-    """
-    total = terms[0]
-    if terms.shape[0] > _UNROLLED_RANKS:
-        return lax.scan(lambda s, x: (s + x, None), total, terms[1:])[0]
-    for rank in range(1, terms.shape[0]):
-        total = total + terms[rank]
-    return total

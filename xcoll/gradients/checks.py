@@ -1,8 +1,9 @@
-"""Whether a state and the gradients it meets belong together."""
+"""Whether options are right, and a state and the gradients it meets belong together."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -109,3 +110,9 @@ def _check_own(name: str, array: PerRank, shape: tuple[int, ...]) -> None:
             " gradients.state_specs in in_specs and out_specs (of an nnx.Optimizer, those of"
             " nnx.as_pure(optimizer.opt_state): nnx.split does not keep which arrays are per rank)"
         )
+
+
+def check_feedback(call: str, feedback: Any) -> None:
+    """Raises TypeError unless ``feedback`` is a boolean."""
+    if not isinstance(feedback, bool):
+        raise TypeError(f"{call}(feedback={feedback!r}): must be True or False")

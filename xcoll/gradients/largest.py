@@ -9,22 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from xcoll.gradients.channel import Channel
+from xcoll.gradients.checks import check_feedback
 from xcoll.gradients.compressor import Compressor, Reduced
-from xcoll.gradients.fractions import check_fraction, num_chosen
+from xcoll.gradients.fractions import check_fraction
 from xcoll.gradients.layout import Layout
 from xcoll.gradients.leaves import as_varying, varying_axes
-from xcoll.gradients.two_shot import check_feedback
+from xcoll.gradients.sparse import Sparse, spread, taken
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopK(Compressor):
-    """Sends the elements of largest magnitude, each rank its own.
-
-    Attributes:
-      fraction: part of a bucket (of its shard, under a hierarchy) that is sent.
-    """
-
-    fraction: float
+class TopK(Sparse):
+    """Sends the elements of largest magnitude, each rank its own."""
 
     def reduce(
         self,
@@ -36,10 +31,8 @@ class TopK(Compressor):
     ) -> Reduced:
         """Sums what the ranks send, in rank order."""
         del carried, factors
-        count = num_chosen(self.fraction, layout.width)
-        _, indices = lax.top_k(jnp.abs(x), count)
-        # What is not finite may not be among the largest; then the whole bucket says so.
-        values = jnp.where(jnp.isfinite(x).all(), x[indices], jnp.nan)
+        _, indices = lax.top_k(jnp.abs(x), self.count(layout))
+        values = taken(x, indices)
         bits = lax.bitcast_convert_type(values, jnp.int32)
         # One collective, of integers, which no lossy policy around the step can touch.
         received = channel.all_gather(jnp.stack([bits, indices.astype(jnp.int32)]))
@@ -51,8 +44,7 @@ class TopK(Compressor):
         nothing = as_varying(jnp.zeros(layout.padded, jnp.float32), varying_axes(received))
         total, _ = lax.scan(add, nothing, (all_values, received[:, 1]))
         total = jnp.where(jnp.isfinite(all_values).all(), total, jnp.nan)
-        sent = jnp.zeros(layout.padded, jnp.float32).at[indices].set(values, unique_indices=True)
-        return Reduced(total, sent)
+        return Reduced(total, spread(values, indices, layout))
 
 
 def top_k(fraction: float, *, feedback: bool = True) -> Compressor:

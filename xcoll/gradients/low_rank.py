@@ -12,9 +12,9 @@ from jax import lax
 from xcoll import collectives
 from xcoll.gradients.buckets import flatten, unflatten
 from xcoll.gradients.channel import Channel
+from xcoll.gradients.checks import check_feedback
 from xcoll.gradients.compressor import Compressor, Reduced
 from xcoll.gradients.layout import Layout, matrix_shape
-from xcoll.gradients.two_shot import check_feedback
 from xcoll.policy import Policy
 
 _dot = partial(jnp.matmul, precision=lax.Precision.HIGHEST)

@@ -9,22 +9,17 @@ import jax.numpy as jnp
 
 from xcoll import collectives
 from xcoll.gradients.channel import Channel
+from xcoll.gradients.checks import check_feedback
 from xcoll.gradients.compressor import Compressor, Reduced
-from xcoll.gradients.fractions import check_fraction, num_chosen
+from xcoll.gradients.fractions import check_fraction
 from xcoll.gradients.layout import Layout
-from xcoll.gradients.two_shot import check_feedback
+from xcoll.gradients.sparse import Sparse, spread, taken
 from xcoll.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomK(Compressor):
-    """Sends random elements, the same ones on all ranks.
-
-    Attributes:
-      fraction: part of a bucket (of its shard, under a hierarchy) that is sent.
-    """
-
-    fraction: float
+class RandomK(Sparse):
+    """Sends random elements, the same ones on all ranks."""
 
     def reduce(
         self,
@@ -36,19 +31,17 @@ class RandomK(Compressor):
     ) -> Reduced:
         """Sums the drawn elements over ranks."""
         del carried, factors
-        count = num_chosen(self.fraction, layout.width)
+        count = self.count(layout)
         starts, sizes = strata(layout.width, count)
         indices = starts + jax.random.randint(channel.key, (count,), 0, sizes)
-        # What is not finite may not be among the drawn; then the whole bucket says so.
-        values = jnp.where(jnp.isfinite(x).all(), x[indices], jnp.nan)
+        values = taken(x, indices)
         # Native, so that no lossy policy around the step compresses it once more.
         sums = collectives.psum(values, channel.axes, policy=Policy.native())
         is_good = jnp.isfinite(sums).all()
         if not self.feedback:
             sums = sums * sizes.astype(jnp.float32)
-        total = jnp.zeros(layout.padded, jnp.float32).at[indices].set(sums, unique_indices=True)
-        sent = jnp.zeros(layout.padded, jnp.float32).at[indices].set(values, unique_indices=True)
-        return Reduced(jnp.where(is_good, total, jnp.nan), sent)
+        total = jnp.where(is_good, spread(sums, indices, layout), jnp.nan)
+        return Reduced(total, spread(values, indices, layout))
 
 
 def strata(elements: int, count: int) -> tuple[jax.Array, jax.Array]:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from xcoll.gradients.checks import check_feedback
 from xcoll.gradients.compressor import Compressor
-from xcoll.gradients.two_shot import TwoShot, check_feedback
+from xcoll.gradients.two_shot import TwoShot
 
 _BITS = np.array([1, 2, 4, 8, 16, 32, 64, 128], np.uint8)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from xcoll.codecs import Codec
+from xcoll.codecs.rank_order import rank_sum
 from xcoll.gradients.by_platform import by_platform
-from xcoll.gradients.channel import Channel, rank_sum
+from xcoll.gradients.channel import Channel
+from xcoll.gradients.checks import check_feedback
 from xcoll.gradients.compressor import Compressor, Reduced
 from xcoll.gradients.layout import Layout
 
@@ -156,9 +158,3 @@ def error_feedback(codec: Codec, *, feedback: bool = True) -> Compressor:
             " it, or a block codec here"
         )
     return TwoShot(code=codec, feedback=feedback)
-
-
-def check_feedback(call: str, feedback: Any) -> None:
-    """Raises TypeError unless ``feedback`` is a boolean."""
-    if not isinstance(feedback, bool):
-        raise TypeError(f"{call}(feedback={feedback!r}): must be True or False")
