@@ -95,8 +95,8 @@ class Options:
         return max_error(self.request, stages)
 
     def _over_budget(self, stages: Sequence[Stage]) -> str | None:
-        budget, bound = self.policy.max_error, self.bound(stages)
-        if budget is None or bound <= budget:
+        budget = self.policy.max_error
+        if budget is None or (bound := self.bound(stages)) <= budget:
             return None
         return f"its error bound, {bound:.3g}, is over the policy's max_error={budget:g}"
 

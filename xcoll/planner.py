@@ -13,6 +13,7 @@ from dataclasses import replace
 from xcoll.algorithms import check_choice
 from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, whole
 from xcoll.compress import assignments, compress, why_exact
+from xcoll.costmodel import REDUCTIONS
 from xcoll.direct_sums import accumulated, deterministic, wide_options
 from xcoll.errors import UnsupportedError
 from xcoll.forced import forced_stages
@@ -107,13 +108,12 @@ def _is_rounded(request: Request) -> bool:
 
 
 def _is_narrow_sum(request: Request) -> bool:
-    sums = request.op == "sum" and request.collective in ("all_reduce", "reduce_scatter")
+    sums = request.op == "sum" and request.collective in REDUCTIONS
     return sums and request.dtype in ("bfloat16", "float16")
 
 
 def _sums_encoded(stages: Sequence[Stage]) -> bool:
-    sums = ("all_reduce", "reduce_scatter")
-    return all(stage.codec is not None for stage in stages if stage.collective in sums)
+    return all(stage.codec is not None for stage in stages if stage.collective in REDUCTIONS)
 
 
 class _Maker(Options):
@@ -132,7 +132,8 @@ class _Maker(Options):
             return self.native_plan(f"unknown topology: {self.topology.why_unknown}{advice}")
         encoded = self._encoded_options()
         exact = [] if self.policy.codec else [self.native]
-        if self.policy.accumulate and _is_narrow_sum(self.request):
+        has_budget = self.policy.max_error is not None
+        if has_budget and self.policy.accumulate and _is_narrow_sum(self.request):
             exact = wide_options(self, None)
         if (over := self._check_budget([*exact, *encoded])) is not None:
             plan = _Maker(self.request, self.topology, self.policy.exact()).free()

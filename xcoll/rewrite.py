@@ -99,6 +99,7 @@ class Rewriter:
         marked = marks.found(jaxpr) if self.policy.is_lossy else {}
         groups: dict[tuple[Any, ...], list[int]] = {}
         packs: list[list[int]] = []
+        sizes: dict[int, int] = {}
         for index, eqn in enumerate(jaxpr.eqns):
             spec = read(eqn)
             if eqn.primitive.name in OPAQUE:
@@ -107,9 +108,9 @@ class Rewriter:
                 new_eqns[index], found[index] = self._descend(eqn, scope)
                 continue
             self._mesh_axes.update(scope.mesh_sizes())
-            held = self.cuts.operand_bytes(eqn, scope)
+            held = sizes[index] = self.cuts.operand_bytes(eqn, scope)
             policy = policy_of(self.policy, eqn, marked, held)
-            reason = self._why_kept(eqn, spec, scope, policy)
+            reason = self._why_kept(eqn, spec, scope, policy, held)
             if reason is not None:
                 found[index] = [self._keep(eqn, spec, scope, reason)]
                 continue
@@ -120,8 +121,7 @@ class Rewriter:
             plan, number, sent = self._plan(eqns, spec, scope, policy)
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
-                held = self.cuts.operand_bytes(eqn, scope)
-                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent, held)]
+                found[index] = [_site(eqn, spec, scope, kept, plan, number, sent, sizes[index])]
             if not plan.is_native:
                 new_eqns[indices[-1]] = pack_equations(
                     eqns,
@@ -195,8 +195,18 @@ class Rewriter:
             self._alive.append(jaxpr)
         return self._done[key]
 
-    def _why_kept(self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy) -> str | None:
-        """Returns the reason to leave a site as it is before any planning, or None."""
+    def _why_kept(
+        self, eqn: core.JaxprEqn, spec: Spec, scope: Scope, policy: Policy, held: int
+    ) -> str | None:
+        """Returns the reason to leave a site as it is before any planning, or None.
+
+        Args:
+          eqn: the collective.
+          spec: what it is.
+          scope: where it stands.
+          policy: what is permitted for it.
+          held: bytes that one device holds of its operand.
+        """
         operand = operand_type(eqn)
         if not all(axis in scope.sizes() for axis in spec.axes):
             return "its axis is no manual mesh axis (a named axis of vmap)"
@@ -212,7 +222,6 @@ class Rewriter:
             return EMPTY
         if (reason := self.cuts.why_not(eqn, spec, scope)) is not None:
             return reason
-        held = self.cuts.operand_bytes(eqn, scope)
         if held < (self.policy.min_bytes or 0):
             return f"{TOO_SMALL}={self.policy.min_bytes}"
         if self.policy.where is not None and not self.policy.where(
