@@ -16,9 +16,7 @@ def run(script: str, num_processes: int = 2, timeout_s: float = 120) -> list[dic
 
     Each prints ``RESULTS`` and a JSON object on one line, and exits with 0.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = _free_port()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -46,3 +44,32 @@ def run(script: str, num_processes: int = 2, timeout_s: float = 120) -> list[dic
         line = next(line for line in out.splitlines() if line.startswith("RESULTS"))
         found.append(json.loads(line.removeprefix("RESULTS")))
     return found
+
+
+def run_distributed(script: str, *arguments: str, num_processes: int = 2) -> None:
+    """Runs a script file with ``--distributed HOST:PORT,N,I`` in each process; all exit with 0."""
+    address = f"127.0.0.1:{_free_port()}"
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, script, *arguments),
+                *("--distributed", f"{address},{num_processes},{index}"),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(num_processes)
+    ]
+    try:
+        printed = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * num_processes, printed
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

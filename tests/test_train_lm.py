@@ -5,10 +5,6 @@ import io
 import itertools
 import json
 import math
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +13,7 @@ import lm_data
 import lm_runs
 import numpy as np
 import optax
+import processes
 import pytest
 import train_lm
 from flax import nnx
@@ -151,26 +148,8 @@ def test_end_to_end_on_one_device(tmp_path):
 
 
 def test_end_to_end_in_two_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    script = str(Path(train_lm.__file__))
     options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, *SMALL, *options, "--distributed", f"{address},2,{index}"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
+    processes.run_distributed(train_lm.__file__, *SMALL, *options)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["checks"] == dict.fromkeys(summary["checks"], True)
     assert summary["runs"]["optimised"]["collectives"].keys() > {"reduce-scatter", "all-gather"}

@@ -3,9 +3,6 @@
 import io
 import json
 import math
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +13,7 @@ import lm_options
 import lm_runs
 import numpy as np
 import optax
+import processes
 import pytest
 import train_lm
 from jax.sharding import Mesh, NamedSharding
@@ -108,33 +106,9 @@ def test_compressors_end_to_end(tmp_path, options, dtype, least, most):
 
 
 def test_int8_between_two_processes(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
     options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
     options += ["--codec", "int8@host"]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                train_lm.__file__,
-                *SMALL,
-                *options,
-                "--distributed",
-                f"{address},2,{index}",
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    try:
-        printed = [process.communicate(timeout=600)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], printed
+    processes.run_distributed(train_lm.__file__, *SMALL, *options)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["checks"] == dict.fromkeys(summary["checks"], True)
     assert set(summary["compressed"]["wire_dtypes"]) == {"s8", "f32"}
