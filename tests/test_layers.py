@@ -10,8 +10,8 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "units", "_compat"),
-    ("names", "codecs", "permits", "policy", "topology", "hardware"),
-    ("schedule", "proof", "plan", "ranks"),
+    ("names", "memory", "codecs", "permits", "policy", "topology", "hardware"),
+    ("schedule", "proof", "records", "plan", "ranks"),
     (
         "algorithms",
         "libtpu",

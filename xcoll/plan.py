@@ -7,13 +7,11 @@ host, all-reduce over hosts, all-gather over the devices.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass
 
-from xcoll import codecs
+from xcoll import records
 from xcoll.codecs import Codec
 from xcoll.errors import unknown
 from xcoll.policy import Choice
@@ -231,55 +229,14 @@ class Plan:
             data = json.loads(text)
             if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
                 raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
-            made: Plan = _read(cls, {k: v for k, v in data.items() if k != "version"}, "plan")
+            del data["version"]
+            made: Plan = records.read(cls, data, "plan")
             _check(made)
         except (ValueError, TypeError) as err:
             raise ValueError(f"Plan.from_json: not a plan written by to_json: {err}") from err
         except RecursionError:
             raise ValueError("Plan.from_json: the text is nested too deeply") from None
         return made
-
-
-@functools.cache
-def _types(kind: type) -> dict[str, Any]:
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
-
-
-def _read(kind: Any, value: Any, where: str) -> Any:
-    """Returns decoded JSON as a value of a type: a data class, tuple, str, int, or None."""
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: an object is expected, not {value!r}")
-        types = _types(kind)
-        for key in value:
-            if key not in types:
-                raise ValueError(unknown(where, "field", key, types))
-        for key in types:
-            if key not in value:
-                raise ValueError(f"{where}: {key!r} is missing")
-        return kind(**{k: _read(t, value[k], f"{where}.{k}") for k, t in types.items()})
-    inner = get_args(kind)
-    if Codec in inner:
-        return None if value is None else codecs.from_dict(value)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise ValueError(f"{where}: a list is expected, not {value!r}")
-        if inner[-1] is Ellipsis:
-            inner = inner[:1] * len(value)
-        if len(inner) != len(value):
-            raise ValueError(f"{where}: {len(inner)} items are expected, not {value!r}")
-        pairs = enumerate(zip(inner, value, strict=True))
-        return tuple(_read(t, v, f"{where}[{i}]") for i, (t, v) in pairs)
-    # By type(), since a bool is no integer here.
-    if type(value) not in (inner or (kind,)):
-        names = " or ".join(t.__name__ for t in inner or (kind,))
-        raise ValueError(f"{where}: {names} is expected, not {value!r}")
-    if isinstance(value, int) and value < 0:
-        raise ValueError(f"{where}: must not be negative, but is {value}")
-    if isinstance(value, float) and not 0 <= value < math.inf:
-        raise ValueError(f"{where}: must be finite and not negative, but is {value}")
-    return value
 
 
 def _check(plan: Plan) -> None:
