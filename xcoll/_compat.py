@@ -80,14 +80,16 @@ def lowering_source(lowering_context: Any) -> str | None:
 def _user_line(traceback: Any) -> str | None:
     from jax._src import source_info_util
 
-    frames = list(source_info_util.user_frames(traceback)) if traceback else []
-    own = tuple(
-        _directory(module) for module in ("xcoll", "optax", "flax") if module in sys.modules
-    )
-    for frame in frames:
-        if not frame.file_name.startswith(own):
+    for frame in source_info_util.user_frames(traceback) if traceback else ():
+        if is_users(frame.file_name):
             return f"{frame.file_name}:{frame.start_line}"
     return None
+
+
+def is_users(file_name: str) -> bool:
+    """Whether a frame's file is the user's own, and not of the libraries in between."""
+    libraries = [m for m in ("xcoll", "optax", "flax", "jax") if m in sys.modules]
+    return not file_name.startswith(tuple(map(_directory, libraries)))
 
 
 def _directory(module: str) -> str:

@@ -40,6 +40,9 @@ class Member:
     params: tuple[tuple[str, Any], ...]
 
 
+SCOPE = "xcoll_plan"
+"""Scope, in the compiled program's names of operations, of all that a plan puts there."""
+
 stages_p = core.Primitive("xcoll_stages")
 stages_p.multiple_results = True
 
@@ -87,7 +90,9 @@ def _lower(
         return out
 
     def implementation(*xs: jax.Array) -> list[jax.Array]:
-        out = run(*xs) if nest is None else nest.wrap(run)(*xs)
+        # The scope shows in profiles, and tells an audit who made these operations.
+        with jax.named_scope(SCOPE):
+            out = run(*xs) if nest is None else nest.wrap(run)(*xs)
         return [out[i] for i in copies]
 
     # The types of the results are those of the replaced equations; inside, axes are not tracked.

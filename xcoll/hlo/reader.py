@@ -56,6 +56,7 @@ class Collective:
       computation: name of the computation it stands in.
       op_name: the path of JAX's name stack, with `jax.named_scope`; empty where the compiler has
         kept none.
+      unread: what could not be read of it, and why; then ``groups`` and ``pairs`` are None.
 
     ``groups`` and ``pairs`` are positions in ``mesh.devices.flat`` (on several TPU slices: in one
     slice's part of it); where ``transfer`` is not None, device ids.
@@ -75,6 +76,7 @@ class Collective:
     num_devices: int
     computation: str
     op_name: str = ""
+    unread: str = ""
 
 
 def collectives(program: Any) -> tuple[Collective, ...]:
@@ -99,7 +101,11 @@ def collectives(program: Any) -> tuple[Collective, ...]:
       >>> [(c.kind, c.operand_bytes, c.groups) for c in collectives(text)]
       [('all-reduce', 32, ((0, 1), (2, 3)))]
     """
-    module = parse(program_text(program))
+    return collectives_of(parse(program_text(program)))
+
+
+def collectives_of(module: Module) -> tuple[Collective, ...]:
+    """Returns every collective of a program that is parsed already."""
     counts, maybe, some_slices = executions(module), conditional(module), slices(module)
     scattered = _scattered(module)
     rows: list[Collective] = []
@@ -114,7 +120,7 @@ def collectives(program: Any) -> tuple[Collective, ...]:
                 continue
             seen.add(key)
         kind = "reduce-scatter" if computation.name in scattered else kind
-        groups, pairs, transfer = _connections(i, module.num_devices)
+        groups, pairs, transfer, unread = _connections(i, module.num_devices)
         operands = _operands(module, computation.name, i)
         rows.append(
             Collective(
@@ -131,15 +137,11 @@ def collectives(program: Any) -> tuple[Collective, ...]:
                 transfer=transfer,
                 num_devices=module.num_devices,
                 computation=computation.name,
-                op_name=_op_name(i),
+                op_name=i.op_name,
+                unread=unread,
             )
         )
     return tuple(rows)
-
-
-def _op_name(i: Instruction) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', i.attributes)
-    return found[1] if found else ""
 
 
 def _scattered(module: Module) -> frozenset[str]:
@@ -172,6 +174,16 @@ def _operands(
 
 
 def _connections(
+    i: Instruction, num_devices: int
+) -> tuple[Groups | None, Pairs | None, str | None, str]:
+    """Returns groups or pairs, the kind of a transfer, and what of this could not be read."""
+    try:
+        return *_read_connections(i, num_devices), ""
+    except (ValueError, KeyError) as error:
+        return None, None, None, f"which devices it connects: {error}"
+
+
+def _read_connections(
     i: Instruction, num_devices: int
 ) -> tuple[Groups | None, Pairs | None, str | None]:
     if target := i.attribute("_xla_megascale_target"):

@@ -37,6 +37,7 @@ class Row:
         its done.
       exposed_s: the rest: what the device waits.
       source: ``file:line`` of the user's code; None where the compiler has kept none.
+      is_near: ``source`` is that of the nearest operation: for this one the compiler has kept none.
       made_by: one of `MADE_BY`.
       computation: the computation it stands in.
       op_name: the path of JAX's name stack; empty where the compiler has kept none.
@@ -61,6 +62,7 @@ class Row:
     hidden_s: float | None
     exposed_s: float | None
     source: str | None
+    is_near: bool
     made_by: str
     computation: str
     op_name: str

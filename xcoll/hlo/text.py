@@ -16,6 +16,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CALL = re.compile(r"\b([a-z_]+)=(?:%([\w.\-]+)|\{(%[^{}]*)\})")
 
 
@@ -45,6 +46,12 @@ class Instruction:
         if at is None:
             return None
         return self.attributes[at.end() : attribute_end(self.attributes, at.end())]
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX's name stack, with `jax.named_scope`; empty where there is none."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
 
     def calls(self) -> list[tuple[str, str]]:
         """Returns the computations it names, as ``(attribute, computation)``."""

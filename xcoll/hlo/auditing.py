@@ -1,0 +1,192 @@
+"""`audit`: every collective of a compiled program, with what it sends, takes and comes from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from xcoll.hlo.advice import advise
+from xcoll.hlo.frames import Frames
+from xcoll.hlo.loops import executions
+from xcoll.hlo.origins import Origins
+from xcoll.hlo.overlap import Overlap, overlaps
+from xcoll.hlo.prices import Network
+from xcoll.hlo.reader import Collective, collectives_of
+from xcoll.hlo.result import Audit
+from xcoll.hlo.rows import Row
+from xcoll.hlo.text import parse, program_text
+from xcoll.hlo.timeline import events_of
+from xcoll.hlo.work import compute_of
+from xcoll.memory import memory_of
+from xcoll.topology import Topology
+
+PS = 1e-12
+
+
+def audit(
+    fn_or_compiled: Any,
+    *args: Any,
+    mesh: Mesh | None = None,
+    topology: Topology | str | None = None,
+    **kwargs: Any,
+) -> Audit:
+    """Returns every collective of a compiled program: those you wrote, and those you did not.
+
+    Under `jax.jit` with shardings the partitioner inserts collectives that no one wrote, and
+    differentiation inserts more. Here is each of them: over which mesh axes, how many bytes, how
+    long it should take and how much of that the device waits, from which line, and who made it.
+    What could not be read of one is said in its row; none is left out.
+
+    Nothing runs. A function is compiled for the devices of its arguments' shardings, which may be
+    those of hardware that is not there (`xcoll.aot.mesh`).
+
+    Args:
+      fn_or_compiled: a function, jitted or not; or what `jax.jit(f).lower(...)` or its
+        ``.compile()`` returned.
+      *args: arguments of the function; `jax.ShapeDtypeStruct` with shardings will do. None for a
+        compiled program.
+      mesh: the mesh that the program is for. None takes that of the arguments' shardings. A
+        function is traced under it (`jax.set_mesh`).
+      topology: what the mesh lies on: a `Topology`, its text (such as ``"2*cpu:4@200Mbit"``, read
+        against the mesh), or None to read it off the devices. Where it is not known, times are
+        None.
+      **kwargs: keyword arguments of the function.
+
+    Returns:
+      The audit. Print it; ``.rows``, ``.wire_bytes``, ``.exposed_s`` and ``.to_json()`` hold the
+      same for programs, ``.timeline(path)`` writes it for Perfetto.
+
+    Raises:
+      TypeError: ``fn_or_compiled`` is neither, or arguments are given with a compiled program.
+      ValueError: the mesh is not known, or does not match the program or the topology.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> P = jax.sharding.PartitionSpec
+      >>> mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+      >>> x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, P("data")))
+      >>> found = audit(lambda x: x.mean(), x)
+      >>> [(row.kind, row.axes, row.num_bytes, row.made_by) for row in found.rows]
+      [('all-reduce', ('data',), 4, 'partitioner')]
+    """
+    compiled = _compiled(fn_or_compiled, args, kwargs, mesh)
+    mesh = _mesh_of(compiled, args, kwargs) if mesh is None else mesh
+    if topology is None:
+        topology = Topology.from_mesh(mesh)
+    elif isinstance(topology, str):
+        topology = Topology.parse(topology, axes=dict(mesh.shape))
+    topology.check("audit", dict(mesh.shape))
+    return audit_program(compiled, mesh, topology)
+
+
+def audit_program(compiled: Any, mesh: Mesh, topology: Topology) -> Audit:
+    """Returns the audit of a compiled program, or of its text, on a mesh with a topology."""
+    text = program_text(compiled)
+    module = parse(text)
+    counts = executions(module)
+    found = collectives_of(module)
+    network = Network(mesh, topology)
+    analysis = getattr(compiled, "cost_analysis", lambda: None)()
+    compute = compute_of(module, counts, topology.device, analysis)
+    overlap = overlaps(module, compute)
+    origins = Origins(module, Frames(text))
+    rows = tuple(_row(c, network, overlap[c.name], origins) for c in found)
+    return Audit(
+        rows=rows,
+        axis_sizes=dict(mesh.shape),
+        topology=str(topology),
+        wire_bytes=network.total_wire_bytes(found),
+        level_bytes=network.total_level_bytes(found),
+        compute_s=compute.time_s,
+        compute_source=compute.source,
+        memory=None if isinstance(compiled, str) else memory_of(compiled),
+        advice=advise(module, rows, found, topology, dict(mesh.shape)),
+        events=events_of(module, rows, compute),
+    )
+
+
+def _row(c: Collective, network: Network, overlap: Overlap, origins: Origins) -> Row:
+    origin = origins.of(c)
+    unread = c.unread
+    axes: tuple[str, ...] | None = None
+    wire: dict[str, int] = {}
+    levels: dict[str, int] = {}
+    time_ps: int | None = None
+    bound_ps: int | None = None
+    if not unread:
+        axes = network.axes_of(c)
+        wire, levels = network.wire_bytes(c), network.level_bytes(c)
+        time_ps, bound_ps = network.time_ps(c), network.bound_ps(c)
+    time_s = None if time_ps is None else time_ps * PS
+    hidden_s = None if time_s is None else min(time_s, overlap.work_s)
+    return Row(
+        name=c.name,
+        kind=c.kind,
+        dtypes=c.dtypes,
+        num_bytes=c.operand_bytes,
+        operands=c.operands,
+        axes=axes,
+        num_ranks=_num_ranks(c),
+        executions=c.executions,
+        conditional=c.conditional,
+        transfer=c.transfer,
+        wire_bytes=wire,
+        level_bytes=levels,
+        time_s=time_s,
+        bound_s=None if bound_ps is None else bound_ps * PS,
+        is_async=overlap.is_async,
+        hidden_s=hidden_s,
+        exposed_s=None if time_s is None or hidden_s is None else time_s - hidden_s,
+        source=origin.source,
+        is_near=origin.is_near,
+        made_by=origin.made_by,
+        computation=c.computation,
+        op_name=origin.op_name,
+        unread=unread,
+    )
+
+
+def _num_ranks(c: Collective) -> int:
+    if c.pairs is not None:
+        return len({rank for pair in c.pairs for rank in pair})
+    return max(map(len, c.groups or ()), default=1)
+
+
+def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> Any:
+    if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered | str):
+        if args or kwargs:
+            raise TypeError(
+                f"audit({type(fn).__name__}, ...): a program that is lowered or compiled has its"
+                " arguments; leave them out"
+            )
+        return fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
+    if not callable(fn):
+        raise TypeError(
+            f"audit(fn_or_compiled={fn!r}): must be a function, or what jax.jit(f).lower(...) or"
+            f" its .compile() returned, not {type(fn).__name__}"
+        )
+    jitted: Callable[..., Any] = fn if hasattr(fn, "lower") else jax.jit(fn)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return jitted.lower(*args, **kwargs).compile()  # type: ignore[attr-defined]
+
+
+def _mesh_of(compiled: Any, args: Any, kwargs: Any) -> Mesh:
+    """Returns the mesh of a program's shardings, or of its arguments'."""
+    shardings: list[Any] = [leaf.sharding for leaf in _arrays((args, kwargs))]
+    if isinstance(compiled, jax.stages.Compiled):
+        shardings += jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    raise ValueError(
+        "audit: no argument has a sharding over a mesh, so that it is not known which mesh the"
+        " program is for; pass mesh=, or arguments with a jax.sharding.NamedSharding"
+    )
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "sharding")]

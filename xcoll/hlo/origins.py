@@ -1,0 +1,165 @@
+"""Who put a collective into a program, and from which line."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from xcoll.hlo.frames import Frames
+from xcoll.hlo.reader import Collective
+from xcoll.hlo.text import Instruction, Module
+from xcoll.stages import SCOPE
+
+# fmt: off
+PRIMITIVES = frozenset({
+    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast", "pmax",
+    "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier", "xcoll_pprod",
+})
+"""Names of equations that are collectives, as they end the name of an operation."""
+# fmt: on
+
+_RENDEZVOUS = "_xla_host_transfer_rendezvous"
+
+_FARTHEST = 64
+"""Instructions without a name that are passed over in search of one that has a name."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a collective comes from.
+
+    Attributes:
+      op_name: the path of JAX's name stack; empty where the compiler has kept none.
+      made_by: one of `xcoll.hlo.rows.MADE_BY`.
+      source: ``file:line`` of the user's code, or None.
+      is_near: ``source`` is that of the nearest operation that has one.
+    """
+
+    op_name: str
+    made_by: str
+    source: str | None
+    is_near: bool
+
+
+class Origins:
+    """Finds the origins of a program's collectives.
+
+    Args:
+      module: the program.
+      frames: its stack frames.
+    """
+
+    def __init__(self, module: Module, frames: Frames):
+        self._module, self._frames = module, frames
+        self._callers: dict[str, list[tuple[str, Instruction]]] = {}
+        self._has_manual = False
+        for computation in module.computations.values():
+            for i in computation.instructions.values():
+                self._has_manual |= "/shard_map/" in i.attributes
+                for _, callee in i.calls():
+                    self._callers.setdefault(callee, []).append((computation.name, i))
+        self._users: dict[str, dict[str, list[str]]] = {}
+        self._transfers: dict[str, Origin] = {}
+
+    def of(self, collective: Collective) -> Origin:
+        """Returns the origin of a collective of the program.
+
+        The compiler's own mark decides, then the name of the operation: one that ends in a
+        collective's name was written by someone, or made by differentiating what someone wrote; one
+        that does not was put in by the partitioner. Where the compiler has kept no name (libtpu
+        keeps none in programs of several slices), the operation's name in the program and those of
+        its neighbours decide what they can.
+        """
+        name, computation = collective.name, collective.computation
+        instruction = self._module.computations[computation].instructions[name]
+        # A recv between TPU slices is the other end of a send.
+        rendezvous = instruction.attribute(_RENDEZVOUS)
+        if rendezvous is None:
+            return self._of(computation, instruction)
+        if rendezvous not in self._transfers:
+            self._transfers[rendezvous] = self._of(computation, instruction)
+        return self._transfers[rendezvous]
+
+    def _of(self, computation: str, instruction: Instruction) -> Origin:
+        # What the TPU compiler has wrapped in a fusion is named by the fusion.
+        while not instruction.op_name and len(callers := self._callers.get(computation, [])) == 1:
+            if callers[0][1].opcode not in ("fusion", "async-start"):
+                break
+            computation, instruction = callers[0]
+        op_name = instruction.op_name
+        source, near = self._frames.source(instruction), ""
+        is_near = False
+        if not op_name or source is None:
+            for neighbour in self._neighbours(computation, instruction):
+                near = near or neighbour.op_name
+                if source is None:
+                    source = self._frames.source(neighbour)
+                    is_near = source is not None
+                if near and source:
+                    break
+        is_marked = 'is_spmd_generated="true"' in instruction.attributes
+        made_by = _made_by(op_name, is_marked) if op_name or is_marked else ""
+        return Origin(op_name, made_by or self._guess(instruction, near), source, is_near)
+
+    def _guess(self, instruction: Instruction, near: str) -> str:
+        """Says who made an operation whose name the compiler has dropped, where that is certain."""
+        if SCOPE in near.split("/"):
+            return "xcoll"
+        rendezvous = instruction.attribute(_RENDEZVOUS) or ""
+        for name in (instruction.name, rendezvous.strip('"')):
+            if re.sub(r"[.\d_]*$", "", name) in PRIMITIVES:
+                return "differentiation" if "transpose(" in near else "user"
+        return "unknown" if self._has_manual or not near else "partitioner"
+
+    def _neighbours(self, computation: str, start: Instruction) -> Iterator[Instruction]:
+        """Yields what a nameless operation feeds and is fed by, nearest first, through nameless."""
+        instructions = self._module.computations[computation].instructions
+        users = self._users_in(computation)
+        seen, queue = {start.name}, deque([start])
+        while queue and len(seen) < _FARTHEST:
+            current = queue.popleft()
+            for name in (*users.get(current.name, ()), *current.operands):
+                if name in seen or name not in instructions:
+                    continue
+                seen.add(name)
+                neighbour = instructions[name]
+                if neighbour.opcode in ("parameter", "constant"):
+                    continue
+                yield neighbour
+                if not neighbour.op_name:
+                    queue.append(neighbour)
+
+    def _users_in(self, computation: str) -> dict[str, list[str]]:
+        if computation not in self._users:
+            users: dict[str, list[str]] = {}
+            for i in self._module.computations[computation].instructions.values():
+                for operand in i.operands:
+                    users.setdefault(operand, []).append(i.name)
+            self._users[computation] = users
+        return self._users[computation]
+
+
+def _made_by(op_name: str, is_marked: bool) -> str:
+    """Says who made an operation, by the path of its name.
+
+    >>> _made_by("jit(f)/shard_map/jvp()/psum_invariant", False)
+    'user'
+    >>> _made_by("jit(f)/shard_map/transpose(jvp())/reduce_scatter", False)
+    'differentiation'
+    >>> _made_by("jit(f)/bsf,fd->bsd/dot_general", False)
+    'partitioner'
+    """
+    *path, last = op_name.split("/")
+    # Where XLA has made one operation of several, it writes (one:other).
+    names = {name.strip("()") for name in last.split(":")}
+    if is_marked:
+        return "partitioner"
+    if SCOPE in path:
+        return "xcoll"
+    if not names & PRIMITIVES:
+        return "partitioner"
+    again = "rematted_computation" in path
+    return "differentiation" if "transpose(" in op_name and not again else "user"
