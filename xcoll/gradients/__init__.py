@@ -13,5 +13,7 @@ from xcoll.gradients.sampled import random_k as random_k
 from xcoll.gradients.signs import sign as sign
 from xcoll.gradients.synchronising import sync as sync
 from xcoll.gradients.two_shot import error_feedback as error_feedback
+from xcoll.gradients.value_and_gradient import ValueAndGrad as ValueAndGrad
+from xcoll.gradients.value_and_gradient import value_and_grad as value_and_grad
 from xcoll.gradients.windows import AccumulateState as AccumulateState
 from xcoll.gradients.windows import accumulate as accumulate

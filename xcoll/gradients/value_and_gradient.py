@@ -1,0 +1,300 @@
+"""`value_and_grad`: data-parallel gradients under jit, the rest left to the partitioner."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from xcoll import collectives, cut_rules, graphs
+from xcoll.calls import Axes
+from xcoll.errors import UnsupportedError, XcollWarning
+from xcoll.gradients import arguments, auxiliary
+from xcoll.gradients.options import axis_names
+from xcoll.policy import Policy
+from xcoll.primitives import Region, bind, is_disabled
+from xcoll.report import Report
+from xcoll.topology import Topology
+from xcoll.transform import checked
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: Axes = ("dcn", "data"),
+    policy: Policy | None = None,
+    topology: Topology | str | None = None,
+    in_axes: Any = 0,
+    param_specs: Any = None,
+    aux_op: Any = None,
+) -> ValueAndGrad:
+    """Returns a function of the loss and its gradients, as `jax.value_and_grad`, data-parallel.
+
+    The batch is divided over the axes of ``axis_name``, which are manual (`jax.shard_map`); all
+    other axes of the mesh stay with the partitioner, as under plain `jax.jit`. Each rank
+    differentiates ``fun`` on its part of the batch, and the gradients are averaged by xcoll's plan:
+    tensor parallelism from shardings, beside an int8 sum over the slow axis. For a loss that is a
+    mean over examples, what comes out is what `jax.value_and_grad` gives of the whole batch::
+
+        value = 1/n sum over ranks of fun(params, part_r)      grads = d value / d params
+
+    | by hand | here |
+    | --- | --- |
+    | ``jax.shard_map(body, axis_names={"dcn", "data"}, check_vma=False, ...)`` | ``axis_name`` |
+    | ``in_specs`` of parameters and batch | ``argnums``: whole; others: divided, ``in_axes`` |
+    | ``jax.value_and_grad(fun)`` in the body | the same, of any ``fun`` that jit takes |
+    | ``with_sharding_constraint(grad, spec)``, so that a plan may cut it | ``param_specs`` |
+    | ``xcoll.pmean(grads, axes, policy=...)`` | ``policy``, all gradients planned together |
+    | ``jax.lax.pmean(loss, axes)``, and so on for aux | exact; ``aux_op`` |
+
+    A parameter may be divided over axes of the partitioner. A plan that cuts its gradient has to
+    know how, or the gradient is summed by XLA's own collective and the report says so. It is known
+    from the type where axes are Explicit, from the array outside of `jax.jit`, and else from
+    ``param_specs``: inside `jax.jit`, Auto axes do not show. Parameters divided over one of
+    ``axis_name`` (FSDP) are an error where that is known: leave that axis to the partitioner, with
+    ``axis_name="dcn"`` for example.
+
+    ``fun`` may use collectives over ``axis_name``. A loss that divides by a number of its own, such
+    as tokens that are not padding, is the whole batch's with that of all ranks:
+    ``loss = total / jax.lax.pmean(count, axis_name)``. Keys are the same on all ranks;
+    ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))`` gives each rank its own.
+
+    Call it inside one `jax.jit`. Outside, each call is traced and compiled anew.
+
+    Args:
+      fun: the loss: a function of pytrees to a real scalar, or to ``(scalar, aux)``. Arrays among
+        its arguments are traced, everything else is closed over. Flax NNX modules are to be split:
+        ``nnx.State`` is a pytree as any other.
+      argnums: position or positions of the parameters: the arguments to differentiate, whole on
+        every rank.
+      has_aux: whether ``fun`` returns ``(scalar, aux)``.
+      mesh: the mesh; None takes that of `jax.set_mesh`, or else of the arguments.
+      axis_name: data-parallel axis, or a tuple of them, outermost first.
+      policy: what xcoll may do with the sum of the gradients; None for the default, which is exact.
+      topology: what the mesh lies on, as for `xcoll.optimize`.
+      in_axes: which dimension of the other arguments is divided, as in `jax.vmap`: an integer for
+        all, or a tuple with one entry an argument (None for ``argnums``), each an integer, None for
+        what is the same on all ranks, or a pytree prefix of these. Keyword arguments are divided
+        along the first. Scalars are the same on all ranks, and so is, where ``in_axes`` is no
+        tuple, a key of two uint32.
+      param_specs: a PartitionSpec (or NamedSharding) for each parameter, or a pytree prefix of
+        them; a tuple of such if ``argnums`` is one.
+      aux_op: what the whole batch's ``aux`` is: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` over
+        ranks or ``"concatenate"`` along the first dimension; one for all, or a pytree prefix. For
+        None the mean of float scalars; other leaves are an error, since what they are of the whole
+        batch is not known.
+
+    Returns:
+      A function of the arguments of ``fun``, with ``reports``: a list with one `Report` per
+      lowering. It returns ``(value, grads)``, or ``((value, aux), grads)``, all of the whole batch,
+      and ``grads`` of the parameters' shapes, dtypes and specs. The mean is in the gradient's own
+      dtype, in float32 for float16. ``holomorphic`` and ``allow_int`` of jax are not taken.
+
+    Raises:
+      ValueError: in a call, the batch does not divide over the ranks, an argument does not fit the
+        options, a parameter is divided over ``axis_name``, or there is no mesh.
+      UnknownAxisError: the mesh lacks an axis.
+      UnsupportedError: an argument is a Flax NNX module, or the policy's codec rounds at random.
+      TypeError: an option is of a wrong type, or what jax raises of ``fun``.
+
+    Example:
+      >>> import xcoll
+      >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+      >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
+      >>> step = value_and_grad(loss, mesh=mesh, axis_name="data", param_specs=jax.P("model"))
+      >>> value, grads = jax.jit(step)(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
+      >>> print(value, grads)
+      29.0 [24. 34.]
+      >>> step.reports[-1].summary()
+      '1 collectives, 0 rewritten, 1 kept'
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"value_and_grad(fun={fun!r}): must be a function, not {type(fun).__name__}"
+        )
+    if aux_op is not None and not has_aux:
+        raise ValueError(f"value_and_grad(aux_op={aux_op!r}): has_aux is False; there is no aux")
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"value_and_grad(mesh={mesh!r}): must be a jax.sharding.Mesh")
+    policy = checked("value_and_grad", policy, topology)
+    random = [codec for codec in policy.codecs() if codec.needs_key]
+    if random:
+        raise UnsupportedError(
+            f"value_and_grad(policy=...): {random[0]} rounds at random, and there is no key to draw"
+            " from; use rounding='nearest', or gradients.sync with a compressor, which keeps one"
+        )
+    axes = axis_names("value_and_grad(axis_name", axis_name)
+    return ValueAndGrad(
+        fun, argnums, has_aux, mesh, axes, policy, topology, in_axes, param_specs, aux_op
+    )
+
+
+class ValueAndGrad:
+    """What `value_and_grad` returns.
+
+    Attributes:
+      reports: one `Report` per lowering, latest last.
+      policy: what xcoll may do.
+      topology: what the user said of the hardware.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int],
+        has_aux: bool,
+        mesh: Mesh | AbstractMesh | None,
+        axes: tuple[str, ...],
+        policy: Policy,
+        topology: Topology | str | None,
+        in_axes: Any,
+        param_specs: Any,
+        aux_op: Any,
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        self.reports: list[Report] = []
+        self.policy, self.topology = policy, topology
+        self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
+        self._mesh, self._axes = mesh, axes
+        self._in_axes, self._param_specs, self._aux_op = in_axes, param_specs, aux_op
+
+    def __repr__(self) -> str:
+        name = getattr(self._fun, "__qualname__", self._fun)
+        return f"xcoll.gradients.value_and_grad({name})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the loss and the gradients of the whole batch, as `jax.value_and_grad`."""
+        if not isinstance(graphs.split((args, kwargs)), graphs.Plain):
+            raise UnsupportedError(
+                "value_and_grad: an argument is a Flax NNX module, whose state a traced call would"
+                " change on a copy; split it: graph, params, rest = nnx.split(model, nnx.Param,"
+                " ...), give params and rest, and nnx.merge(graph, params, rest) in fun"
+            )
+        positions = _positions(self._argnums, len(args))
+        mesh = arguments.mesh_of(self._mesh, (args, kwargs), self._axes)
+        params = tuple(args[i] for i in positions)
+        is_tuple = not isinstance(self._argnums, int | np.integer)
+        cuts = arguments.param_cuts(params, self._param_specs, is_tuple, self._axes, mesh)
+        self._warn_of_unknown(cuts, mesh)
+        rest = ([arg for i, arg in enumerate(args) if i not in positions], kwargs)
+        specs = arguments.batch_specs(
+            self._fun, args, kwargs, positions, self._in_axes, self._axes, mesh
+        )
+        leaves, structure = jax.tree.flatten(rest)
+        traced = {i: spec for i, spec in enumerate(specs) if spec is not None}
+        batch = [arguments.placed(leaves[i], spec, self._axes) for i, spec in traced.items()]
+        aux_tree: Any = None
+
+        def body(params: tuple[Any, ...], batch: list[Any]) -> Any:
+            nonlocal aux_tree
+            inside = list(leaves)
+            for i, part in zip(traced, batch, strict=True):
+                inside[i] = part
+            others, keywords = jax.tree.unflatten(structure, inside)
+            own = list(others)
+            for i, value in sorted(zip(positions, params, strict=True), key=lambda pair: pair[0]):
+                own.insert(i, value)
+            out, grads = jax.value_and_grad(self._fun, self._argnums, self._has_aux)(
+                *own, **keywords
+            )
+            value, aux = out if self._has_aux else (out, ())
+            aux_tree = jax.tree.structure(aux)
+            same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, self._axes)
+            return collectives.pmean(value, self._axes), self._mean(grads, cuts), same, rows
+
+        whole, split = PartitionSpec(), PartitionSpec(self._axes)
+        run = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(whole, list(traced.values())),
+            out_specs=(whole, whole, whole, split),
+            axis_names=set(self._axes),
+            # So that fun may be any function: with types of varying axes, a scan whose carry
+            # starts as zeros is an error.
+            check_vma=False,
+        )
+        value, grads, same, rows = run(params, batch)
+        if not self._has_aux:
+            return value, grads
+        aux = jax.tree.unflatten(aux_tree, auxiliary.merge(same, rows))
+        return (value, aux), grads
+
+    def _mean(self, grads: Any, cuts: Sequence[PartitionSpec | None]) -> Any:
+        """Averages gradients over ranks by a plan, inside `jax.shard_map`."""
+        leaves, structure = jax.tree.flatten(grads)
+
+        def mean(leaves: list[Any]) -> list[Any]:
+            constrained = [_constrained(g, cut) for g, cut in zip(leaves, cuts, strict=True)]
+            return collectives.pmean(constrained, self._axes)
+
+        if leaves and not is_disabled():
+            region = Region(self.policy, self.topology, sink=self.reports.append)
+            leaves = bind(mean, region, leaves)
+        else:
+            leaves = mean(leaves)
+        return jax.tree.unflatten(structure, leaves)
+
+    def _warn_of_unknown(self, cuts: Sequence[PartitionSpec | None], mesh: Any) -> None:
+        unknown = sum(cut is None for cut in cuts)
+        left = [a for a, n in mesh.shape.items() if n > 1 and a not in self._axes]
+        if unknown and left and self.policy.is_lossy:
+            warnings.warn(
+                f"{self!r}: how {unknown} of {len(cuts)} parameters are divided over"
+                f" {', '.join(left)} is not known inside jax.jit, and their gradients are summed"
+                " exactly; pass param_specs= (PartitionSpecs of the parameters), or use a mesh of"
+                " Explicit axes",
+                XcollWarning,
+                stacklevel=3,
+            )
+
+
+def _constrained(x: Any, cut: PartitionSpec | None) -> Any:
+    """Returns a gradient, cut over the partitioner's axes as its parameter is known to be."""
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = {
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto
+    }
+    if cut is None or not auto:
+        return x
+    entries = cut_rules.entries(cut, jnp.ndim(x), auto)
+    return lax.with_sharding_constraint(x, cut_rules.partition_spec(entries))
+
+
+def _positions(argnums: Any, num_args: int) -> tuple[int, ...]:
+    """Returns the differentiated positions, each at least 0.
+
+    Raises:
+      TypeError: they are no integers.
+      ValueError: one is out of range, or repeated.
+    """
+    given = (argnums,) if isinstance(argnums, int | np.integer) else argnums
+    if not isinstance(given, tuple | list) or not all(
+        isinstance(i, int | np.integer) and not isinstance(i, bool) for i in given
+    ):
+        raise TypeError(
+            f"value_and_grad(argnums={argnums!r}): must be an integer or a tuple of them"
+        )
+    for i in given:
+        if not -num_args <= i < num_args:
+            raise ValueError(
+                f"value_and_grad(argnums={argnums!r}): {i} is out of range for {num_args}"
+                " positional arguments; parameters are to be passed by position"
+            )
+    positions = tuple(int(i) % num_args for i in given)
+    if len(set(positions)) < len(positions) or not positions:
+        raise ValueError(
+            f"value_and_grad(argnums={argnums!r}): must name each argument once, and at least one"
+        )
+    return positions
