@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xcoll import aot, hlo
+from xcoll.hardware.tables import kind_of_device
+from xcoll.memory import Memory, memory_of
 
 KINDS = [
     # topology, mesh axes, device kind, granules (slices or hosts)
@@ -23,6 +26,8 @@ KINDS = [
     ("tpu7x:2x2x1", (2, 4), "TPU7x", 1),
     ("h100:8", (2, 4), "NVIDIA H100 80GB HBM3", 1),
     ("4*h100:8", (4, 8), "NVIDIA H100 80GB HBM3", 4),
+    ("h200:8", (2, 4), "NVIDIA H200 141GB HBM3e", 1),
+    ("2*h200:4", (2, 4), "NVIDIA H200 141GB HBM3e", 2),
 ]
 
 
@@ -53,6 +58,9 @@ def test_a_mesh_of_every_kind_compiles_a_program(topology, shape, kind, granules
         ("all-gather", ("f32",), ("inner",)),
     ]
     assert [r.operand_bytes for r in rows] == [512 * 128 * 4, 512 * 128 * 4 // shape[1]]
+    assert program.memory.arguments == 512 * 128 * 4
+    # The hardware tables know it too.
+    assert kind_of_device(kind) == topology.partition(":")[0].rpartition("*")[2]
 
 
 def test_slices_and_hosts_lie_over_the_leading_axes():
@@ -122,6 +130,114 @@ def test_a_missing_package_names_the_extra(monkeypatch, topology, module, packag
         aot.mesh(topology, (1,), ("a",))
     assert f"the package {package} is not installed" in str(caught.value)
     assert "pip install 'jax-xcoll[aot]'" in str(caught.value)
+
+
+# Compiling functions of whole arrays.
+
+
+def placed(mesh, *shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100:8", "cpu"])
+def test_a_step_with_donation_says_what_it_takes(topology):
+    mesh = (
+        jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        if topology == "cpu"
+        else aot.mesh(topology, (8,), ("data",))
+    )
+
+    def step(params, batch, *, rate):
+        loss = lambda p: jnp.mean((batch["x"] @ p["w"] - batch["y"]) ** 2)  # noqa: E731
+        return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(loss)(params))
+
+    program = aot.compile(
+        jax.jit(step, donate_argnums=0),
+        {"w": placed(mesh, 512, 256, spec=P())},
+        {
+            "x": placed(mesh, 1024, 512, spec=P("data")),
+            "y": placed(mesh, 1024, 256, spec=P("data")),
+        },
+        rate=placed(mesh, spec=P()),
+    )
+    weight, x, y, rate = 512 * 256 * 4, 1024 * 512 * 4 // 8, 1024 * 256 * 4 // 8, 4
+    memory = program.memory
+    # A scalar takes a word, or up to a tile of 512 bytes of a TPU.
+    assert 0 <= memory.arguments - (weight + x + y + rate) < 1024
+    # The new weights lie over the old ones.
+    assert memory.aliased == weight and memory.outputs >= weight
+    assert memory.total == memory.arguments + memory.outputs - weight + memory.temporaries + (
+        memory.code
+    )
+    assert memory == memory_of(program.compiled)
+    (row,) = hlo.collectives(program)
+    assert (row.kind, row.operand_bytes, hlo.axes_of(row, mesh)) == (
+        "all-reduce",
+        weight,
+        ("data",),
+    )
+
+
+def test_a_function_that_names_specs_is_traced_with_the_mesh():
+    mesh = aot.mesh("v5e:2x4", (2, 4), ("data", "model"))
+
+    def fn(x):
+        return lax.with_sharding_constraint(x * 2, P("data", "model")).sum(axis=0)
+
+    x = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+    (row,) = hlo.collectives(aot.compile(fn, x, mesh=mesh))
+    # Each device has summed its own rows: of 1024 columns.
+    assert (row.kind, row.operand_bytes, hlo.axes_of(row, mesh)) == ("all-reduce", 4096, ("data",))
+    with pytest.raises(RuntimeError, match="mesh"):
+        aot.compile(fn, x)
+
+
+def test_what_does_not_fit_a_tpu_is_said():
+    mesh = aot.mesh("v5e:2x4", (8,), ("data",))
+    x = placed(mesh, 2**20, 2**15, spec=P("data"))  # 16 GiB on each, of which a v5e has 15.75
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="Ran out of memory.*exceeds available HBM"
+    ):
+        aot.compile(lambda x: x + 1, x)
+
+
+def test_memory_that_no_compiler_tells_is_none():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    assert memory_of(Silent()) is None
+    made = Memory(arguments=100, outputs=50, aliased=40, temporaries=30, code=2)
+    assert made.total == 142
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_specs": P()}, "in_specs is for a function per shard, which also needs mesh="),
+        ({"out_specs": P()}, "which also needs mesh= and out_specs="),
+        ({"in_specs": P(), "out_specs": P()}, "also needs mesh="),
+        ({"in_specs": P(), "out_specs": P(), "mesh": "cpu", "y": 1}, r"arguments \(here \['y'\]\)"),
+        ({"in_specs": (P(), P()), "out_specs": P(), "mesh": "cpu"}, "2 in_specs for 1 arguments"),
+    ],
+)
+def test_half_of_what_a_function_per_shard_needs_is_refused(options, message):
+    if "mesh" in options:
+        options = options | {"mesh": jax.make_mesh((8,), ("a",))}
+    with pytest.raises(ValueError, match=message):
+        aot.compile(lambda x: x, jax.ShapeDtypeStruct((8,), jnp.float32), **options)
+
+
+def test_a_second_process_that_the_user_forbids_is_explained(monkeypatch):
+    def locked(**_):
+        raise jax.errors.JaxRuntimeError(
+            "ABORTED: Internal error when accessing libtpu multi-process lockfile. Run ..."
+        )
+
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", locked)
+    with pytest.raises(RuntimeError, match="LOAD='0' forbids a second; leave the variable unset"):
+        aot.mesh("v5e:2x2x9", (4,), ("a",))
 
 
 WORKER = """

@@ -1,21 +1,24 @@
 """Compile-only meshes: the real TPU and GPU compilers on a machine that has neither.
 
 The devices of such a mesh cannot hold arrays. They can be lowered and compiled for, so that
-what a program will do on the hardware can be read from its compiled text
-(`xcoll.hlo`).
+what a program will do on the hardware can be read from its compiled text (`xcoll.hlo`).
+
+The variables that libtpu reads are set while it is loaded, and then as before; those that the user
+has set stay as they are. Several processes compile at once.
 
 Needs the extra ``aot``: ``pip install 'jax-xcoll[aot]'``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,50 +26,50 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 
 from xcoll import _compat
+from xcoll.memory import Memory, memory_of
 
 TPU_KINDS = ("v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 """TPU generations whose topologies can be named."""
 
-GPU_TARGETS = {
-    # From XLA's target configurations, which describe a GPU to the compiler in place of one.
-    "h100": """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
+# From XLA's target configurations, which describe a GPU to the compiler in place of one.
+_HOPPER = """
+gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: 233472
   shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98  l2_cache_size: 52428800
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: 9 }}
+  memory_bandwidth: {memory_bandwidth}
+  device_memory_size: {memory_size}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 7 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-""",
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{name}"
+"""
+
+GPU_TARGETS = {
+    "h100": _HOPPER.format(
+        memory_bandwidth=3352320000000, memory_size=84929347584, name="NVIDIA H100 80GB HBM3"
+    ),
+    "h200": _HOPPER.format(
+        memory_bandwidth=4800000000000, memory_size=151397597184, name="NVIDIA H200 141GB HBM3e"
+    ),
 }
 """GPU kinds that can be compiled for, each with its description as XLA's text proto."""
 
 _FORM = re.compile(r"(?:(?P<count>\d+)\*)?(?P<kind>[A-Za-z]\w*):(?P<layout>\d+(?:x\d+)*)")
 
+_ALLOW_TWO = "ALLOW_MULTIPLE_LIBTPU_LOAD"
 # Without these, libtpu asks a cloud metadata server what it runs on, and refuses to be loaded
 # by two processes at once. Only the layout that is asked for by name matters to the compiler.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    _ALLOW_TWO: "1",
 }
 
 
@@ -79,7 +82,7 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
     Args:
       topology: a TPU slice ``"v5e:4x4"``, ``"v5p:4x4x4"``, ``"v6e:4x4"``, ``"tpu7x:2x2x1"`` (two
         devices a chip, as on v3 and v4), several slices ``"2*v5e:2x2"``, one GPU host ``"h100:8"``,
-        or several ``"4*h100:8"``.
+        or several ``"4*h100:8"``; the same with ``"h200"``.
       axis_shapes: size of each mesh axis; together as many as there are devices. Slices
         (hosts) are laid out over the first axes whose sizes divide them.
       axis_names: a name for each.
@@ -91,6 +94,7 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
       ValueError: ``topology`` is malformed, of a kind or shape that the compiler does not know, or
         its number of devices is not the product of ``axis_shapes``.
       ImportError: the compiler's package is not installed.
+      RuntimeError: another process has loaded libtpu, and the environment forbids a second.
 
     Example:
       >>> mesh("v5e:4x4", (2, 8), ("data", "model")).devices.shape
@@ -133,8 +137,7 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
       topology: as in `mesh`.
 
     Raises:
-      ValueError: as `mesh`.
-      ImportError: as `mesh`.
+      ValueError, ImportError, RuntimeError: as `mesh`.
     """
     call = f"aot.mesh({topology!r})"
     form = _FORM.fullmatch(topology)
@@ -162,6 +165,12 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
                     platform="tpu", topology_name=f"{kind}:{layout}", **options
                 )
             except jax.errors.JaxRuntimeError as error:
+                if "lockfile" in str(error):
+                    raise RuntimeError(
+                        f"{call}: another process has loaded libtpu, and"
+                        f" {_ALLOW_TWO}={os.environ[_ALLOW_TWO]!r} forbids a second;"
+                        " leave the variable unset, or set it to 1 before libtpu is loaded"
+                    ) from error
                 raise ValueError(f"{call}: libtpu does not accept it: {error}") from error
         return _grouped(description.devices, lambda device: getattr(device, "slice_index", 0) or 0)
     raise ValueError(
@@ -170,35 +179,93 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled program and the memory it uses. `xcoll.hlo` and `xcoll.audit` read it.
+
+    Attributes:
+      compiled: the program.
+      memory: what it uses of each device's memory; None where the compiler does not say.
+    """
+
+    compiled: jax.stages.Compiled
+    memory: Memory | None
+
+    def as_text(self) -> str | None:
+        """Returns the program as XLA prints it."""
+        return self.compiled.as_text()
+
+    def cost_analysis(self) -> Any | None:
+        """Returns XLA's own estimates (`jax.stages.Compiled.cost_analysis`); on GPU, None."""
+        return self.compiled.cost_analysis()
+
+
 def compile(
     fn: Callable[..., Any],
-    *args: jax.ShapeDtypeStruct,
-    mesh: jax.sharding.Mesh,
-    in_specs: Any,
-    out_specs: Any,
+    *args: Any,
+    mesh: jax.sharding.Mesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
     check_vma: bool = True,
-) -> jax.stages.Compiled:
-    """Compiles a per-shard function for a mesh, as `jax.shard_map` under `jax.jit` would.
+    **kwargs: Any,
+) -> Program:
+    """Compiles a function for the devices of a mesh.
+
+    Arguments say by their shardings which devices the program is for and how they lie there. With
+    ``in_specs`` and ``out_specs``, ``fn`` is what each device does, as for `jax.shard_map`.
 
     Args:
-      fn: what each device does; sees shards and may call collectives over the mesh's axes.
-      *args: global shapes and dtypes of its arguments, one array each.
-      mesh: made by `mesh`, or any other.
-      in_specs: a partition spec for each argument, or one for all.
-      out_specs: as `jax.shard_map`.
-      check_vma: as `jax.shard_map`.
+      fn: a function, jitted (with its own options) or not.
+      *args: trees of `jax.ShapeDtypeStruct`, or of arrays. Shapes are global.
+      mesh: made by `mesh`, or any other; by default that of the arguments' shardings. If given,
+        ``fn`` is traced under `jax.set_mesh`.
+      in_specs: for ``fn`` per shard, a partition spec for each argument, or one for all.
+      out_specs: for ``fn`` per shard, as `jax.shard_map`; so ``check_vma``.
+      check_vma: whether varying axes are checked.
+      **kwargs: as ``args``; not for ``fn`` per shard.
 
     Returns:
-      The compiled program, which `xcoll.hlo` reads.
+      The compiled program and its memory use per device.
+
+    Raises:
+      ValueError: only some of what a function per shard needs; or not a spec for each argument.
+      jax.errors.JaxRuntimeError: the compiler refuses, for example what does not fit the memory of
+        a TPU. GPU's does not check that: see ``Program.memory``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import NamedSharding, PartitionSpec as P
+      >>> sharding = NamedSharding(mesh("v5e:2x2", (4,), ("data",)), P("data"))
+      >>> x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32, sharding=sharding)
+      >>> compile(lambda x: (x * x).sum(), x).memory.arguments
+      4194304
     """
-    specs = in_specs if isinstance(in_specs, tuple) and len(args) == len(in_specs) else None
-    specs = (in_specs,) * len(args) if specs is None else specs
+    if in_specs is None and out_specs is None:
+        jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            return _program(jitted.lower(*args, **kwargs))
+    call = f"aot.compile({getattr(fn, '__name__', fn)})"
+    if mesh is None or out_specs is None or kwargs:
+        raise ValueError(
+            f"{call}: in_specs is for a function per shard, which also needs mesh= and out_specs=,"
+            f" and takes no keyword arguments (here {sorted(kwargs)}); for a function of whole"
+            " arrays leave in_specs and out_specs out, and give the arguments shardings"
+        )
+    is_one = not isinstance(in_specs, tuple) or isinstance(in_specs, jax.sharding.PartitionSpec)
+    specs = (in_specs,) * len(args) if is_one else in_specs
+    if len(specs) != len(args):
+        raise ValueError(f"{call}: {len(specs)} in_specs for {len(args)} arguments")
     placed = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
         for a, spec in zip(args, specs, strict=True)
     ]
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
-    return jax.jit(mapped).lower(*placed).compile()
+    return _program(jax.jit(mapped).lower(*placed))
+
+
+def _program(lowered: jax.stages.Lowered) -> Program:
+    compiled = lowered.compile()
+    return Program(compiled=compiled, memory=memory_of(compiled))
 
 
 def _require(call: str, package: str, module: str) -> None:
@@ -219,7 +286,7 @@ def _grouped(made: Sequence[Any], key: Callable[[Any], int]) -> tuple[tuple[Any,
     return tuple(tuple(groups[k]) for k in sorted(groups))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _environment(defaults: dict[str, str]) -> Iterator[None]:
     """Sets what is unset of ``defaults``, for the time of the block."""
     missing = {k: v for k, v in defaults.items() if k not in os.environ}

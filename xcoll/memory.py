@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a device's memory that a program uses.
+    """Bytes of a device's memory that a program uses, with the padding of the device's layouts.
 
     Attributes:
       arguments: of its arguments.
       outputs: of its outputs.
       aliased: of outputs that are written over arguments (donated): they count once.
       temporaries: of everything between, at its peak.
-      code: of the program itself.
+      code: of the program itself; 0 where the compiler does not say (GPU).
     """
 
     arguments: int
