@@ -1,15 +1,14 @@
 """Runs schedules on the links of a topology, message by message, to check the closed forms.
 
-Every span of the mesh runs the schedule at the same time. A message goes over the outermost
-links that its two ends are apart on: between hosts or slices over their ports only, inside a
-torus along each dimension the shorter way. A step takes as long as its busiest link.
+Every span of the mesh runs the schedule at the same time, each message on its route
+(`xcoll.routes`). A step takes as long as its busiest link.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +16,10 @@ from xcoll.hardware import figure
 from xcoll.loads import span_digits
 from xcoll.natives import native_ps, transfer_ps
 from xcoll.plan import Span
+from xcoll.routes import Ints, Routes
 from xcoll.runs import start_ps
 from xcoll.schedule import FoldStep, Lane, NativeStep, PermuteStep, Repeat, Schedule, ShuffleStep
-from xcoll.topology import Level, Topology
-
-Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+from xcoll.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,6 @@ class Simulated:
 
     time_ps: int
     link_bytes: tuple[tuple[str, int], ...]
-
-
-@dataclass
-class _Dimension:
-    """A physical dimension: where each device is on it, and which port or chip is its own."""
-
-    level: Level
-    position: Ints
-    port: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    # Which chip lies at each position of a device's row: for walking along a torus.
-    row: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def simulate(schedule: Schedule, topology: Topology, span: Span, slot_bytes: int) -> Simulated:
@@ -103,9 +90,9 @@ class _Network:
         assert topology.device is not None
         self.device = topology.device
         self.digits = span_digits(topology, span)
-        self.dimensions = _dimensions(topology)
+        self.routes = Routes(topology)
         self.members = _members(topology, span)
-        self.busiest: dict[str, int] = {d.level.dimension: 0 for d in self.dimensions}
+        self.busiest: dict[str, int] = {d.name: 0 for d in self.routes.dimensions}
         self._totals: dict[str, Ints] = {}
 
     def run(self, step: PermuteStep, slot_bytes: int, count: int) -> int:
@@ -120,8 +107,8 @@ class _Network:
             np.add.at(sent, sources, num_bytes)
             latency = max(latency, self._route(sources, destinations, num_bytes, traffic))
         wire = 0
-        for dimension in self.dimensions:
-            name, level = dimension.level.dimension, dimension.level
+        for dimension in self.routes.dimensions:
+            name, level = dimension.name, dimension.level
             if name not in traffic:
                 continue
             self._totals[name] = self._totals.get(name, np.int64(0)) + count * traffic[name]
@@ -146,96 +133,12 @@ class _Network:
         self, sources: Ints, destinations: Ints, num_bytes: int, traffic: dict[str, Ints]
     ) -> int:
         """Puts messages on links; returns the largest latency of one."""
-        todo = np.ones(len(sources), bool)
+        hops = self.routes.put(sources, destinations, num_bytes, traffic)
         latency = np.zeros(len(sources), np.int64)
-        # From the outermost: what crosses a switch is delivered by it.
-        for dimension in self.dimensions:
-            level = dimension.level
-            place = dimension.position
-            apart = todo & (place[sources] != place[destinations])
-            if level.link.network == "memory" or not apart.any():
-                continue
-            if level.link.network == "switch":
-                ports = int(dimension.port.max()) + 1
-                load = traffic.setdefault(level.dimension, np.zeros(2 * ports, np.int64))
-                np.add.at(load, dimension.port[sources[apart]], num_bytes)
-                np.add.at(load, ports + dimension.port[destinations[apart]], num_bytes)
-                latency[apart] += level.link.latency_ps
-                todo &= ~apart
-            else:
-                hops = self._walk(
-                    dimension, sources[apart], destinations[apart], num_bytes, traffic
-                )
-                latency[apart] += hops * level.link.latency_ps
+        for dimension in self.routes.dimensions:
+            if dimension.name in hops:
+                latency += hops[dimension.name] * dimension.level.link.latency_ps
         return int(latency.max(initial=0))
-
-    def _walk(
-        self,
-        dimension: _Dimension,
-        sources: Ints,
-        destinations: Ints,
-        num_bytes: int,
-        traffic: dict[str, Ints],
-    ) -> Ints:
-        level, extent = dimension.level, dimension.level.extent
-        start, end = dimension.position[sources], dimension.position[destinations]
-        ahead = end - start
-        if level.wrap:
-            # The shorter way; where both are equal, the one that does not pass the ends.
-            ahead = np.where(2 * ahead > extent, ahead - extent, ahead)
-            ahead = np.where(2 * ahead < -extent, ahead + extent, ahead)
-        hops, sign = np.abs(ahead), np.sign(ahead)
-        # Each dimension is walked in the row of the source: dimensions are taken one by one, and
-        # rows that a message turns into carry as much as those it comes from.
-        row = dimension.row[sources]
-        rows = int(dimension.row.max()) + 1
-        load = traffic.setdefault(level.dimension, np.zeros(2 * rows * extent, np.int64))
-        for hop in range(int(hops.max(initial=0))):
-            going = hop < hops
-            at = (start + sign * hop) % extent
-            # A link is named by its lower end and direction.
-            lower = np.where(sign > 0, at, (at - 1) % extent)
-            index = (row * extent + lower) * 2 + (sign < 0)
-            np.add.at(load, index[going], num_bytes)
-        return hops
-
-
-def _dimensions(topology: Topology) -> list[_Dimension]:
-    """Returns the physical dimensions, outermost first, with every device's place."""
-    sizes = tuple(axis.size for axis in topology.axes)
-    index = np.unravel_index(np.arange(math.prod(sizes)), sizes)
-    found: dict[str, _Dimension] = {}
-    for axis, at in zip(topology.axes, index, strict=True):
-        done = 1
-        for level in axis.levels:
-            digit = (at // done) % level.size
-            done *= level.size
-            known = found.setdefault(level.dimension, _Dimension(level, np.zeros_like(at)))
-            known.position = known.position + digit * level.stride
-    # The slower lie outside the faster; memory is innermost.
-    ordered = sorted(
-        found.values(),
-        key=lambda d: (d.level.link.network == "memory", d.level.bandwidth_bytes_per_s),
-    )
-    for dimension in ordered:
-        behind: list[_Dimension] = []
-        product = 1
-        for inner in reversed(ordered):
-            if inner is not dimension and product < dimension.level.shared_by:
-                behind.append(inner)
-                product *= inner.level.extent
-        others = [d for d in ordered if d not in behind and d is not dimension]
-        row = [d.position for d in others]
-        dimension.row = _numbered(row, len(dimension.position))
-        dimension.port = _numbered([*row, dimension.position], len(dimension.position))
-    return ordered
-
-
-def _numbered(columns: list[Ints], length: int) -> Ints:
-    if not columns:
-        return np.zeros(length, np.int64)
-    _, numbers = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    return numbers.reshape(-1).astype(np.int64)
 
 
 def _members(topology: Topology, span: Span) -> Ints:
