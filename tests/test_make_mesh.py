@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 import xcoll
 from xcoll import aot
 from xcoll.hardware.placement import gpu_dimensions, tpu_dimensions
+from xcoll.hlo.result import Audit
 from xcoll.layouts import System, choose, search
 from xcoll.systems import nearest_shapes
 from xcoll.topology import Device, Topology
@@ -255,6 +256,59 @@ def test_a_shape_that_jax_refuses_to_split():
     assert set(mesh.devices.flat) == set(every) and mesh.devices.shape == (2, 32)
 
 
+# Traffic from an audit.
+
+
+def audited(sizes, **wire_bytes):
+    return Audit(
+        rows=(),
+        axis_sizes=sizes,
+        topology="unknown",
+        wire_bytes=wire_bytes,
+        level_bytes={},
+        compute_s=None,
+        compute_source="",
+        memory=None,
+        advice=(),
+        events=(),
+    )
+
+
+@pytest.mark.parametrize("heavy", ["model", "data"])
+def test_traffic_of_an_audit(heavy):
+    (light,) = {"model", "data"} - {heavy}
+    sizes = {heavy: 4, light: 2}
+    audit = audited(sizes, **{heavy: 3 * GIB // 2, light: MIB})
+    two = devices("2*v5e:2x2")
+    mesh = xcoll.make_mesh(tuple(sizes.values()), tuple(sizes), devices=two, traffic=audit)
+    assert {len(set(line)) for line in lines(of(mesh, lambda d: d.slice_index), 0)} == {1}
+    # An all-reduce over four sends 2 * 3/4 of its payload, over two 2 * 1/2.
+    report = xcoll.explain_mesh(mesh, traffic=audit)
+    assert (report.axis(heavy).num_bytes, report.axis(light).num_bytes) == (GIB, MIB)
+    assert report.axis(heavy).slices == 1 and report.axis(light).slices == 2
+    said = {heavy: GIB, light: MIB}
+    assert mesh == xcoll.make_mesh((4, 2), (heavy, light), devices=two, traffic=said)
+
+
+def test_an_audit_of_other_sizes_or_of_an_axis_of_one():
+    audit = audited({"b": 1, "a": 3}, b=0, a=101)
+    # Over three, 101 bytes are sent of a payload of 101 * 3/4, which is no whole number.
+    report = xcoll.explain_mesh(xcoll.make_mesh((2, 4), ("a", "b")), traffic=audit)
+    assert {axis.name: axis.num_bytes for axis in report.axes} == {"a": 76, "b": 0}
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "c"), ("a", "b", "c")])
+def test_an_audit_of_other_axes_is_refused(names):
+    audit = audited({"a": 2, "b": 4}, a=1, b=1)
+    shape = (8, 1, 1)[: len(names)]
+    message = r"audit of a program over the axes \('a', 'b'\), the mesh has \('a',"
+    with pytest.raises(ValueError, match=message):
+        xcoll.make_mesh(shape, names, traffic=audit)
+    mesh = jax.make_mesh(shape, names)
+    with pytest.raises(ValueError, match=message):
+        xcoll.explain_mesh(mesh, traffic=audit)
+
+
 # The search.
 
 
@@ -474,7 +528,8 @@ def test_a_report_is_data_and_text():
         (8, ("a",), {}, TypeError, "sequence of integers"),
         ((2, 4), ("a",), {}, ValueError, "2 sizes for 1 names"),
         ((2, 4), ("a", "a"), {}, ValueError, "twice"),
-        ((2, 4), ("a", "b"), {"traffic": [1, 2]}, TypeError, "must map axes to bytes"),
+        ((2, 4), ("a", "b"), {"traffic": [1, 2]}, TypeError, "must map axes to bytes, .*audit ret"),
+        ((2, 4), ("a", "b"), {"traffic": xcoll.hlo}, TypeError, "must map axes to bytes"),
         ((2, 4), ("data", "b"), {"traffic": {"dta": 1}}, ValueError, "Did you mean 'data'"),
         ((2, 4), ("a", "b"), {"traffic": {"a": -1}}, ValueError, r"traffic\['a'\]=-1"),
         ((2, 4), ("a", "b"), {"traffic": {"a": 1.5}}, TypeError, "in bytes"),

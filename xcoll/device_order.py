@@ -6,7 +6,7 @@ import math
 import operator
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -22,6 +22,18 @@ DEFAULT_BYTES = 64 * 2**20
 """Payload of an all-reduce, on each device, where nothing is said about traffic."""
 
 
+class Audited(Protocol):
+    """What is needed of an `xcoll.hlo.Audit`, which stands layers above."""
+
+    @property
+    def wire_bytes(self) -> Mapping[str, int]:
+        """Bytes that the busiest device sends over each axis in a step."""
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """The axes of the mesh that the program was compiled for."""
+
+
 def make_mesh(
     axis_shapes: Sequence[int],
     axis_names: Sequence[str] | str,
@@ -29,7 +41,7 @@ def make_mesh(
     *,
     devices: Sequence[jax.Device] | None = None,
     topology: Topology | str | None = None,
-    traffic: Mapping[str, int] | None = None,
+    traffic: Mapping[str, int] | Audited | None = None,
 ) -> Mesh:
     """Makes a mesh as `jax.make_mesh` does, with the heavy axes on the fast links.
 
@@ -54,7 +66,8 @@ def make_mesh(
       topology: what the devices lie on, where they do not say (CPU processes, virtual devices,
         rates between slices): a `Topology`, whose axes do not matter, or its text.
       traffic: bytes that each device all-reduces over an axis in a step. Axes that are not named
-        carry nothing.
+        carry nothing. Or the `xcoll.audit` of a step for a mesh with the same axis names, in any
+        device order: an axis carries the all-reduce that sends as many bytes.
 
     Returns:
       The mesh. Where nothing is known about the devices, `jax.make_mesh`'s.
@@ -62,7 +75,7 @@ def make_mesh(
     Raises:
       TypeError: an argument has the wrong type.
       ValueError: the sizes do not fit the devices, with the nearest that do; the topology does not;
-        or an axis of ``traffic`` is not there.
+        an axis of ``traffic`` is not there; or an audit has other axes.
 
     Example:
       >>> import jax
@@ -165,21 +178,18 @@ def _shape(axis_shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_traffic(
-    call: str, names: tuple[str, ...], traffic: Mapping[str, int] | None
+    call: str, names: tuple[str, ...], traffic: Mapping[str, int] | Audited | None
 ) -> tuple[int, ...]:
     """Returns the bytes of each axis; growing ones where nothing is said.
 
     Raises:
-      TypeError: ``traffic`` does not map to integers.
-      ValueError: a name is no axis, or a number negative.
+      TypeError: ``traffic`` is no audit, and does not map to integers.
+      ValueError: a name is no axis, or a number negative; an audit has other axes.
     """
     if traffic is None:
         return tuple(DEFAULT_BYTES * 4**i for i in range(len(names)))
     if not isinstance(traffic, Mapping):
-        raise TypeError(
-            f"{call}: traffic={traffic!r} must map axes to bytes, for example"
-            f" {{{names[-1] if names else 'data'!r}: {DEFAULT_BYTES}}}"
-        )
+        traffic = _audited(call, names, traffic)
     for name, num_bytes in traffic.items():
         if name not in names:
             raise ValueError(unknown(f"{call}: traffic", "axis", name, names))
@@ -188,6 +198,24 @@ def check_traffic(
         if num_bytes < 0:
             raise ValueError(f"{call}: traffic[{name!r}]={num_bytes} must be at least 0 bytes")
     return tuple(int(traffic.get(name, 0)) for name in names)
+
+
+def _audited(call: str, names: tuple[str, ...], audit: Audited) -> dict[str, int]:
+    """Returns the payload of the all-reduce over each axis that sends as much as was audited."""
+    sent, sizes = getattr(audit, "wire_bytes", None), getattr(audit, "axis_sizes", None)
+    if not isinstance(sent, Mapping) or not isinstance(sizes, Mapping):
+        raise TypeError(
+            f"{call}: traffic={audit!r} must map axes to bytes, for example"
+            f" {{{names[-1] if names else 'data'!r}: {DEFAULT_BYTES}}}, or be what xcoll.audit"
+            " returns"
+        )
+    if set(sizes) != set(names):
+        raise ValueError(
+            f"{call}: traffic is the audit of a program over the axes {tuple(sizes)}, the mesh has"
+            f" {names}; audit the program on a mesh with these axes"
+        )
+    # Of n devices, each sends 2 (n - 1) / n of what it all-reduces.
+    return {name: -(-sent[name] * n // (2 * n - 2)) if n > 1 else 0 for name, n in sizes.items()}
 
 
 def _does_not_fit(call: str, shape: tuple[int, ...], num_devices: int, why: str = "") -> str:

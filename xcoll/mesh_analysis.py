@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from jax.sharding import Mesh
 
-from xcoll.device_order import DEFAULT_BYTES, check_traffic
+from xcoll.device_order import DEFAULT_BYTES, Audited, check_traffic
 from xcoll.hardware.links import AxisLinks, Level
 from xcoll.hardware.mesh import Places, read_levels
 from xcoll.layouts import System, choose, search, slowest
@@ -24,21 +24,23 @@ def explain_mesh(
     mesh: Mesh,
     topology: Topology | str | None = None,
     *,
-    traffic: Mapping[str, int] | None = None,
+    traffic: Mapping[str, int] | Audited | None = None,
 ) -> MeshReport:
     """Says where each axis of a mesh lies, how fast it is, and what a worse order would cost.
 
     Args:
       mesh: a `jax.sharding.Mesh`, made by `xcoll.make_mesh` or otherwise.
       topology: what the devices lie on, where they do not say, as in `xcoll.make_mesh`.
-      traffic: bytes that each device all-reduces over an axis; by default 64 MiB over each.
+      traffic: bytes that each device all-reduces over an axis, or an `xcoll.audit`, as in
+        `xcoll.make_mesh`; by default 64 MiB over each.
 
     Returns:
       The report. Where nothing is known about the devices it says why.
 
     Raises:
       TypeError: ``mesh`` has no devices, or an argument has the wrong type.
-      ValueError: the topology does not fit the mesh; an axis of ``traffic`` is not there.
+      ValueError: the topology does not fit the mesh; an axis of ``traffic`` is not there,
+        or an audit has other axes.
 
     Example:
       >>> import jax
