@@ -14,8 +14,8 @@ from xcoll.stages import SCOPE
 
 # fmt: off
 PRIMITIVES = frozenset({
-    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast", "pmax",
-    "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
+    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pallas_call",
+    "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
     "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier", "xcoll_pprod",
 })
 """Names of equations that are collectives, as they end the name of an operation."""

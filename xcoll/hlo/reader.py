@@ -20,8 +20,13 @@ KINDS = (
     "collective-broadcast",
     "send",
     "recv",
+    "custom-call",
 )
-"""The operations that move data between devices, without ``-start`` and ``-done``."""
+"""The operations that move data between devices, without ``-start`` and ``-done``.
+
+Of custom calls these are kernels that say that they communicate (Pallas kernels for TPU with remote
+DMA); what they send is not in the program's text.
+"""
 
 _TRANSFERS = {
     "ALL_REDUCE": "all-reduce",
@@ -112,7 +117,7 @@ def collectives_of(module: Module) -> tuple[Collective, ...]:
     seen: set[tuple[str, str, str]] = set()
     for computation, i in walk(module):
         kind = i.opcode.removesuffix("-start")
-        if kind not in KINDS:
+        if kind not in KINDS or (kind == "custom-call" and not _communicates(i)):
             continue
         if chain := re.search(r'chain_id="([^"]*)"', i.attributes):
             key = (kind, i.attribute("channel_id") or "", chain[1])
@@ -142,6 +147,11 @@ def collectives_of(module: Module) -> tuple[Collective, ...]:
             )
         )
     return tuple(rows)
+
+
+def _communicates(i: Instruction) -> bool:
+    """Whether a custom call is a Mosaic kernel with remote DMA."""
+    return '"has_communication":true' in i.attributes
 
 
 def _scattered(module: Module) -> frozenset[str]:
@@ -195,4 +205,6 @@ def _read_connections(
             return None, tuple((a, b) for a, b in parse_lists(found)), None
     if i.opcode in ("send", "recv"):
         return (), None, None
+    if i.opcode == "custom-call":
+        raise ValueError("a kernel that sends by itself does not show what, and to whom")
     return parse_groups(i.attribute("replica_groups") or "{}", num_devices), None, None

@@ -163,13 +163,13 @@ def parse(text: str) -> Module:
                 current = Computation(match[2], line)
                 computations[current.name] = current
                 entry = current.name if match[1] else entry
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":  # a kernel's metadata goes on over lines, and ends in "}}"
             flush()
             current = None
         elif _INSTRUCTION.match(line):
             flush()
             pending.append(line)
-        else:  # a constant of several dimensions goes on over lines
+        else:  # a constant of several dimensions goes on over lines, too
             pending.append(line.strip())
     if not entry:
         raise ValueError("hlo: no ENTRY computation; pass the as_text() of a compiled program")
