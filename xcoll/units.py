@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MOST_BYTES = 2**50
+_PICOSECONDS = {"s": 10**12, "ms": 10**9, "us": 10**6, "µs": 10**6, "ns": 10**3, "ps": 1}
+_MOST_S = 10**6
+# Python reads no integers of thousands of digits.
+_MOST_DIGITS = 30
+
 
 def readable_bytes(num_bytes: int) -> str:
     """Reads bytes as people do.
@@ -38,3 +48,42 @@ def readable_rate(bytes_per_s: int) -> str:
     if bytes_per_s >= 10**9:
         return f"{bytes_per_s / 1e9:.1f} GB/s"
     return f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+def read_bytes(where: str, text: str) -> int:
+    """Returns the number of bytes that people write; ``where`` starts the message of an error.
+
+    Raises:
+      ValueError: it is none, or more than 2^50.
+
+    >>> read_bytes("--bytes", "16MiB"), read_bytes("--bytes", "1KB"), read_bytes("--bytes", "500")
+    (16777216, 1000, 500)
+    """
+    match = re.fullmatch(r"([0-9]+)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _BYTES:
+        raise ValueError(f"{where} {text}: no number of bytes; write it as 4096, 64KiB or 16MiB")
+    number = int(match[1]) * _BYTES[match[2]] if len(match[1]) < _MOST_DIGITS else _MOST_BYTES + 1
+    if number > _MOST_BYTES:
+        raise ValueError(f"{where} {text}: too large; write at most {_MOST_BYTES // 2**30}GiB")
+    return number
+
+
+def read_time(where: str, text: str) -> int:
+    """Returns the picoseconds of a time that people write; ``where`` starts an error's message.
+
+    Less than a picosecond is dropped.
+
+    Raises:
+      ValueError: it is none, or more than 10^6 seconds.
+
+    >>> read_time("exposed", "1.5ms"), read_time("exposed", "20 us"), read_time("exposed", "0s")
+    (1500000000, 20000000, 0)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]+)", text.strip().lower())
+    if match is None or match[2] not in _PICOSECONDS:
+        raise ValueError(f"{where} {text}: no time; write it as 3ms, 1.5s or 200us")
+    small = len(match[1]) < _MOST_DIGITS
+    time_ps = int(Fraction(match[1]) * _PICOSECONDS[match[2]]) if small else -1
+    if not 0 <= time_ps <= _MOST_S * 10**12:
+        raise ValueError(f"{where} {text}: too large; write at most {_MOST_S} s")
+    return time_ps
