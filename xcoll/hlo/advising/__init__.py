@@ -1,0 +1,1 @@
+"""The kinds of advice that an audit gives, one a module."""

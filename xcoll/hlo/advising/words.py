@@ -1,0 +1,37 @@
+"""How advice names lines and arguments, and adds up times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from xcoll.hlo.rows import Row
+
+_MOST = 3
+"""Names that are written out."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names in words, each once, the first few of them.
+
+    >>> listed(["a", "b", "a", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return ", ".join(found[:_MOST]) + more
+
+
+def places(rows: Sequence[Row]) -> str:
+    """Returns the lines of rows in brackets, after a space; empty where none is known."""
+    found = listed(row.source for row in rows if row.source is not None)
+    return f" ({found})" if found else ""
+
+
+def seconds(times: Iterable[tuple[float | None, int]]) -> float | None:
+    """Returns the sum of times, each so many times; None where one is not known."""
+    total = 0.0
+    for time_s, runs in times:
+        if time_s is None:
+            return None
+        total += time_s * runs
+    return total
