@@ -258,3 +258,38 @@ ENTRY %main (x: f32[8]) -> f32[8] {
     ]:
         assert old in base
         assert hlo.canonical(base.replace(old, new)) != hlo.canonical(base)
+
+
+def test_a_kernel_that_sends_by_itself_is_a_row_and_ends_nothing():
+    # Its metadata goes on over lines of which one starts with a brace, as libtpu prints it.
+    text = """HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %ring.1 = f32[8,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"mesh_axes":"[\\"x\\"]"
+}}, metadata={op_name="jit(f)/ring/pallas_call"}, backend_config={"custom_call_config":{"body":"","has_communication":true,"collective_id":"16"}}
+  %local.1 = f32[8,128]{1,0} custom-call(%ring.1), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={}}, backend_config={"custom_call_config":{"body":""}}
+  ROOT %r = f32[8,128]{1,0} all-reduce(%local.1), replica_groups={}, to_apply=%add
+}
+"""  # noqa: E501
+    kernel, reduction = hlo.collectives(text)
+    assert (kernel.name, kernel.kind, kernel.operand_bytes) == ("ring.1", "custom-call", 4096)
+    assert kernel.groups is None and kernel.pairs is None
+    assert "sends by itself" in kernel.unread
+    assert (reduction.kind, reduction.unread) == ("all-reduce", "")
+    with pytest.raises(ValueError, match="ring.1"):
+        hlo.wire_bytes(text, jax.make_mesh((8,), ("x",)))
+
+
+def test_groups_in_a_form_that_is_not_known_are_said():
+    text = """HloModule jit_f, num_partitions=8
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%x), replica_groups=spiral(8), to_apply=%add
+}"""
+    (row,) = hlo.collectives(text)
+    assert (row.kind, row.operand_bytes, row.groups) == ("all-reduce", 32, None)
+    assert "spiral(8)" in row.unread
+    with pytest.raises(ValueError, match=r"spiral"):
+        hlo.wire_bytes(text, jax.make_mesh((8,), ("x",)))

@@ -21,6 +21,7 @@ from xcoll.hlo.rows import Row
 from xcoll.hlo.text import parse, program_text
 from xcoll.hlo.timeline import events_of
 from xcoll.hlo.work import compute_of
+from xcoll.hlo.written import WrittenProgram
 from xcoll.memory import memory_of
 from xcoll.topology import Topology
 
@@ -73,18 +74,27 @@ def audit(
       >>> [(row.kind, row.axes, row.num_bytes, row.made_by) for row in found.rows]
       [('all-reduce', ('data',), 4, 'partitioner')]
     """
-    compiled = _compiled(fn_or_compiled, args, kwargs, mesh)
+    lowered, compiled = _compiled(fn_or_compiled, args, kwargs, mesh)
     mesh = _mesh_of(compiled, args, kwargs) if mesh is None else mesh
     if topology is None:
         topology = Topology.from_mesh(mesh)
     elif isinstance(topology, str):
         topology = Topology.parse(topology, axes=dict(mesh.shape))
     topology.check("audit", dict(mesh.shape))
-    return audit_program(compiled, mesh, topology)
+    return audit_program(compiled, mesh, topology, lowered)
 
 
-def audit_program(compiled: Any, mesh: Mesh, topology: Topology) -> Audit:
-    """Returns the audit of a compiled program, or of its text, on a mesh with a topology."""
+def audit_program(
+    compiled: Any, mesh: Mesh, topology: Topology, lowered: jax.stages.Lowered | None = None
+) -> Audit:
+    """Returns the audit of a compiled program, or of its text, on a mesh with a topology.
+
+    Args:
+      compiled: the program.
+      mesh: the mesh that it is for.
+      topology: what the mesh lies on.
+      lowered: the program before compilation, which says more of where its collectives come from.
+    """
     text = program_text(compiled)
     module = parse(text)
     counts = executions(module)
@@ -93,7 +103,9 @@ def audit_program(compiled: Any, mesh: Mesh, topology: Topology) -> Audit:
     analysis = getattr(compiled, "cost_analysis", lambda: None)()
     compute = compute_of(module, counts, topology.device, analysis)
     overlap = overlaps(module, compute)
-    origins = Origins(module, Frames(text))
+    num_axes = sum(size > 1 for size in mesh.shape.values())
+    written = None if lowered is None else lambda: WrittenProgram(lowered, num_axes)
+    origins = Origins(module, Frames(text), written)
     rows = tuple(_row(c, network, overlap[c.name], origins) for c in found)
     return Audit(
         rows=rows,
@@ -156,14 +168,15 @@ def _num_ranks(c: Collective) -> int:
     return max(map(len, c.groups or ()), default=1)
 
 
-def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> Any:
+def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Returns the program before compilation, None where that is not at hand, and after it."""
     if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered | str):
         if args or kwargs:
             raise TypeError(
                 f"audit({type(fn).__name__}, ...): a program that is lowered or compiled has its"
                 " arguments; leave them out"
             )
-        return fn.compile() if isinstance(fn, jax.stages.Lowered) else fn
+        return (fn, fn.compile()) if isinstance(fn, jax.stages.Lowered) else (None, fn)
     if not callable(fn):
         raise TypeError(
             f"audit(fn_or_compiled={fn!r}): must be a function, or what jax.jit(f).lower(...) or"
@@ -171,7 +184,8 @@ def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> Any:
         )
     jitted: Callable[..., Any] = fn if hasattr(fn, "lower") else jax.jit(fn)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return jitted.lower(*args, **kwargs).compile()  # type: ignore[attr-defined]
+        lowered = jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        return lowered, lowered.compile()
 
 
 def _mesh_of(compiled: Any, args: Any, kwargs: Any) -> Mesh:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from xcoll.hlo.frames import Frames
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.text import Instruction, Module
+from xcoll.hlo.written import Written, WrittenProgram
 from xcoll.stages import SCOPE
 
 # fmt: off
 PRIMITIVES = frozenset({
     "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pallas_call",
-    "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all", "reduce_scatter",
-    "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier", "xcoll_pprod",
+    "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all",
+    "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier",
 })
 """Names of equations that are collectives, as they end the name of an operation."""
 # fmt: on
@@ -50,10 +52,18 @@ class Origins:
     Args:
       module: the program.
       frames: its stack frames.
+      written: makes the program before compilation, where that is at hand. It is asked only for
+        what the compiled one does not say.
     """
 
-    def __init__(self, module: Module, frames: Frames):
+    def __init__(
+        self,
+        module: Module,
+        frames: Frames,
+        written: Callable[[], WrittenProgram] | None = None,
+    ):
         self._module, self._frames = module, frames
+        self._make_written = written
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._has_manual = False
         for computation in module.computations.values():
@@ -70,20 +80,20 @@ class Origins:
         The compiler's own mark decides, then the name of the operation: one that ends in a
         collective's name was written by someone, or made by differentiating what someone wrote; one
         that does not was put in by the partitioner. Where the compiler has kept no name (libtpu
-        keeps none in programs of several slices), the operation's name in the program and those of
-        its neighbours decide what they can.
+        keeps none in programs of several slices), the program before compilation, the operation's
+        name and those of its neighbours decide what they can.
         """
         name, computation = collective.name, collective.computation
         instruction = self._module.computations[computation].instructions[name]
         # A recv between TPU slices is the other end of a send.
         rendezvous = instruction.attribute(_RENDEZVOUS)
         if rendezvous is None:
-            return self._of(computation, instruction)
+            return self._of(collective, computation, instruction)
         if rendezvous not in self._transfers:
-            self._transfers[rendezvous] = self._of(computation, instruction)
+            self._transfers[rendezvous] = self._of(collective, computation, instruction)
         return self._transfers[rendezvous]
 
-    def _of(self, computation: str, instruction: Instruction) -> Origin:
+    def _of(self, collective: Collective, computation: str, instruction: Instruction) -> Origin:
         # What the TPU compiler has wrapped in a fusion is named by the fusion.
         while not instruction.op_name and len(callers := self._callers.get(computation, [])) == 1:
             if callers[0][1].opcode not in ("fusion", "async-start"):
@@ -101,11 +111,30 @@ class Origins:
                 if near and source:
                     break
         is_marked = 'is_spmd_generated="true"' in instruction.attributes
-        made_by = _made_by(op_name, is_marked) if op_name or is_marked else ""
-        return Origin(op_name, made_by or self._guess(instruction, near), source, is_near)
+        if op_name or is_marked:
+            return Origin(op_name, _made_by(op_name, is_marked), source, is_near)
+        behind = self._behind(collective)
+        sources = {w.source for w in behind}
+        if behind and len(sources) == 1 and None not in sources:
+            source, is_near = sources.pop(), False
+        return Origin("", self._guess(instruction, near, behind), source, is_near)
 
-    def _guess(self, instruction: Instruction, near: str) -> str:
+    def _behind(self, collective: Collective) -> list[Written]:
+        """Returns what a nameless operation can be of the program before compilation."""
+        if self._written is None or not self._written.is_manual:
+            return []
+        kind = collective.transfer or collective.kind
+        return self._written.behind(kind, collective.operand_bytes)
+
+    @cached_property
+    def _written(self) -> WrittenProgram | None:
+        return None if self._make_written is None else self._make_written()
+
+    def _guess(self, instruction: Instruction, near: str, behind: list[Written]) -> str:
         """Says who made an operation whose name the compiler has dropped, where that is certain."""
+        makers = {_made_by(w.op_name, False) for w in behind}
+        if len(makers) == 1:
+            return makers.pop()
         if SCOPE in near.split("/"):
             return "xcoll"
         rendezvous = instruction.attribute(_RENDEZVOUS) or ""

@@ -1,0 +1,123 @@
+"""The collectives that a program has before it is compiled: those that someone wrote or derived.
+
+libtpu keeps no names of operations in programs of several slices. What stood in the program before
+compilation then says where its collectives come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xcoll import _compat
+
+_KINDS = {
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_to_all": "all-to-all",
+    "collective_permute": "collective-permute",
+    "collective_broadcast": "collective-broadcast",
+}
+# fmt: off
+_FRAME = frozenset({
+    "builtin.module", "func.call", "func.func", "func.return", "sdy.manual_computation", "sdy.mesh",
+    "sdy.return", "stablehlo.constant",
+})
+"""What may stand outside of manual computations without being divided by the partitioner."""
+# fmt: on
+_PLACE = re.compile(r'"([^"]+)":(\d+):\d+')
+_BITS = re.compile(r"(\d+)")
+_MADE_OF = {
+    "all-reduce": ("all-reduce", "reduce-scatter"),
+    "reduce-scatter": ("reduce-scatter", "all-reduce"),
+    "all-gather": ("all-gather", "all-reduce"),
+}
+"""Which collectives of the program a compiled one can be a part of; others only of their like."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One collective of a program before compilation.
+
+    Attributes:
+      kind: as HLO names it.
+      num_bytes: of its operands.
+      op_name: the path of JAX's name stack.
+      source: ``file:line`` of the user's code, or None.
+    """
+
+    kind: str
+    num_bytes: int
+    op_name: str
+    source: str | None
+
+
+class WrittenProgram:
+    """The collectives of a lowered program.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+      num_axes: mesh axes of more than one device.
+
+    Attributes:
+      collectives: all of them.
+      is_manual: nothing is left to the partitioner: every collective of the compiled program
+        is one of these, or made of one.
+    """
+
+    def __init__(self, lowered: Any, num_axes: int):
+        self.collectives: list[Written] = []
+        self.is_manual = True
+        for op, is_inside in _walk(lowered.compiler_ir("stablehlo").operation, num_axes):
+            name = op.name
+            if name.removeprefix("stablehlo.") in _KINDS:
+                self.collectives.append(_written(op))
+            if not is_inside and name not in _FRAME:
+                self.is_manual = False
+
+    def behind(self, kind: str, num_bytes: int) -> list[Written]:
+        """Returns those that a compiled operation can be, or be a part of.
+
+        Args:
+          kind: the operation's; for a transfer between slices, that which it carries out.
+          num_bytes: of its operands.
+        """
+        kinds = _MADE_OF.get(kind, (kind,))
+        fits = [w for w in self.collectives if w.kind in kinds]
+        exact = [w for w in fits if w.kind == kind and w.num_bytes == num_bytes]
+        return exact or [w for w in fits if num_bytes and w.num_bytes % num_bytes == 0] or fits
+
+
+def _walk(op: Any, num_axes: int, is_inside: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yields all operations, and whether they stand where all axes of the mesh are manual."""
+    yield op, is_inside
+    if op.name == "sdy.manual_computation":
+        manual = re.findall(r'"[^"]+"', str(op.attributes["manual_axes"]))
+        is_inside = is_inside or len(manual) >= num_axes
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _walk(inner.operation, num_axes, is_inside)
+
+
+def _written(op: Any) -> Written:
+    location = str(op.location)
+    name = re.match(r'loc\("([^"]*)"', location)
+    places = ((file, line) for file, line in _PLACE.findall(location) if _compat.is_users(file))
+    found = next(places, None)
+    return Written(
+        kind=_KINDS[op.name.removeprefix("stablehlo.")],
+        num_bytes=sum(_bytes(operand.type) for operand in op.operands),
+        op_name=name[1] if name else "",
+        source=f"{found[0]}:{found[1]}" if found else None,
+    )
+
+
+def _bytes(tensor: Any) -> int:
+    bits = 8 if str(tensor.element_type) == "i1" else int(_BITS.search(str(tensor.element_type))[1])  # type: ignore[index]
+    for size in tensor.shape:
+        bits *= size
+    return -(-bits // 8)
