@@ -119,12 +119,10 @@ def _doubt(row: Row, limit: Limit) -> str:
     """Returns why a row's part is not known; empty where it is."""
     if limit.table == "count":
         return "" if row.kind in KINDS else (row.unread or f"operation {row.kind}")
-    if limit.table == "wire_bytes":
-        if row.unread and (row.axes is None or limit.key in row.axes):
-            return row.unread
-        part: float | None = row.wire_bytes.get(limit.key, 0)
-    else:
-        part = row.exposed_s
+    if row.unread:
+        return row.unread
+    in_time = limit.table == "time"
+    part = row.exposed_s if in_time else row.wire_bytes.get(limit.key, 0)
     if row.executions is None and part != 0:
         return "in a loop of unknown trip count"
     return "its time is not predicted" if part is None and row.runs else ""
@@ -141,7 +139,8 @@ def _part(row: Row, limit: Limit) -> int | float:
 
 def _site(row: Row) -> str:
     made_by = "" if row.made_by == "unknown" else f", made by {row.made_by}"
-    return f"{row.source or row.op_name or row.name} {row.kind}{made_by}"
+    where = f"{'near ' if row.is_near else ''}{row.source}" if row.source else row.op_name
+    return f"{where or row.name} {row.kind}{made_by}"
 
 
 def _unknown_sites(unknown: Iterable[tuple[Row, str]]) -> Iterator[Blame]:

@@ -118,7 +118,7 @@ class Comparison:
         from rich.console import Console
 
         out = io.StringIO()
-        Console(file=out, width=120).print(self)
+        Console(file=out, width=120).print(self, highlight=False, markup=False)
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
 
 

@@ -50,10 +50,10 @@ def _notes(before: Audit, after: Audit) -> Iterator[str]:
     for name, audit in (("first", before), ("second", after)):
         unread = sum(bool(row.unread) for row in audit.rows)
         if unread:
-            yield f"{unread} collectives of the {name} were not fully read"
+            yield f"collectives of the {name} that could not be read: {unread}"
         unknown = sum(row.executions is None for row in audit.rows)
         if unknown:
-            yield f"{unknown} collectives of the {name} count once, in loops of unknown length"
+            yield f"collectives of the {name} in loops of unknown length, counted once: {unknown}"
 
 
 def _mesh(axis_sizes: dict[str, int]) -> str:
