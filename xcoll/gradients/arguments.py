@@ -149,18 +149,21 @@ def param_cuts(
     return cuts
 
 
-def placed(leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
-    """Returns an array divided as ``spec`` says over ``axes``, where its type has to say it."""
-    typed = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else None
-    if typed is None or typed.mesh.empty:
+def placed(leaf: Any, spec: PartitionSpec, axes: tuple[str, ...], mesh: Any) -> Any:
+    """Returns an array divided as ``spec`` says over ``axes``, where its type has to say it.
+
+    Over Auto axes `jax.shard_map` divides by itself; over Explicit ones a type that says otherwise
+    is an error of jax.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {axis for axis, kind in kinds.items() if kind == AxisType.Explicit}
+    ndim, typed = np.ndim(leaf), jax.typeof(leaf).sharding.spec
+    kept = cut_rules.entries(typed, ndim, explicit - set(axes))
+    wanted = cut_rules.entries(spec, ndim, explicit & set(axes))
+    full = tuple(a + b for a, b in zip(wanted, kept, strict=True))
+    if full == cut_rules.entries(typed, ndim, explicit):
         return leaf
-    ndim = np.ndim(leaf)
-    entries = cut_rules.entries(typed.spec, ndim, set(typed.mesh.axis_names) - set(axes))
-    wanted = cut_rules.entries(spec, ndim, set(axes))
-    full = tuple(a + b for a, b in zip(wanted, entries, strict=True))
-    if full == cut_rules.entries(typed.spec, ndim, set(typed.mesh.axis_names)):
-        return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(typed.mesh, cut_rules.partition_spec(full)))
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, cut_rules.partition_spec(full)))
 
 
 def per_leaf(prefix: Any, tree: Any) -> list[Any]:

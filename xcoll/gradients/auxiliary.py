@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -56,9 +57,18 @@ def combine(
             same.append(None)
             rows.append(value)
         else:
-            same.append(REDUCTIONS[op or "mean"](value, axes))
+            if op == "sum" and value.dtype == jnp.bool_:
+                value = value.astype(jnp.int32)  # A count, as jnp.sum's.
+            same.append(in_float32(REDUCTIONS[op or "mean"], value, axes))
             rows.append(None)
     return same, rows
+
+
+def in_float32(reduce: Callable[..., Any], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Reduces over ranks, floats narrower than float32 in float32; returns the dtype of ``x``."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+        return reduce(x, axes)
+    return reduce(x.astype(jnp.float32), axes).astype(x.dtype)
 
 
 def merge(same: list[Any], rows: list[Any]) -> list[Any]:

@@ -192,7 +192,9 @@ class ValueAndGrad:
         )
         leaves, structure = jax.tree.flatten(rest)
         traced = {i: spec for i, spec in enumerate(specs) if spec is not None}
-        batch = [arguments.placed(leaves[i], spec, self._axes) for i, spec in traced.items()]
+        batch = [arguments.placed(leaves[i], spec, self._axes, mesh) for i, spec in traced.items()]
+        # Beside axes of the partitioner XLA refuses a sum over axes of one rank only.
+        ranks = tuple(axis for axis in self._axes if mesh.shape[axis] > 1)
         aux_tree: Any = None
 
         def body(params: tuple[Any, ...], batch: list[Any]) -> Any:
@@ -209,8 +211,9 @@ class ValueAndGrad:
             )
             value, aux = out if self._has_aux else (out, ())
             aux_tree = jax.tree.structure(aux)
-            same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, self._axes)
-            return collectives.pmean(value, self._axes), self._mean(grads, cuts), same, rows
+            same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, ranks)
+            value = auxiliary.in_float32(collectives.pmean, value, ranks)
+            return value, self._mean(grads, cuts, ranks), same, rows
 
         whole, split = PartitionSpec(), PartitionSpec(self._axes)
         run = jax.shard_map(
@@ -229,13 +232,17 @@ class ValueAndGrad:
         aux = jax.tree.unflatten(aux_tree, auxiliary.merge(same, rows))
         return (value, aux), grads
 
-    def _mean(self, grads: Any, cuts: Sequence[PartitionSpec | None]) -> Any:
+    def _mean(
+        self, grads: Any, cuts: Sequence[PartitionSpec | None], ranks: tuple[str, ...]
+    ) -> Any:
         """Averages gradients over ranks by a plan, inside `jax.shard_map`."""
         leaves, structure = jax.tree.flatten(grads)
 
         def mean(leaves: list[Any]) -> list[Any]:
-            constrained = [_constrained(g, cut) for g, cut in zip(leaves, cuts, strict=True)]
-            return collectives.pmean(constrained, self._axes)
+            wide = [g.astype(_carried(g.dtype)) for g in leaves]
+            cut = [_constrained(g, cut) for g, cut in zip(wide, cuts, strict=True)]
+            means = collectives.pmean(cut, ranks)
+            return [m.astype(g.dtype) for m, g in zip(means, leaves, strict=True)]
 
         if leaves and not is_disabled():
             region = Region(self.policy, self.topology, sink=self.reports.append)
@@ -256,6 +263,17 @@ class ValueAndGrad:
                 XcollWarning,
                 stacklevel=3,
             )
+
+
+def _carried(dtype: Any) -> Any:
+    """Returns the dtype that a gradient is averaged in, inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = mesh.abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    # Beside axes of the partitioner XLA:CPU aborts on a bfloat16 all-reduce, "Invalid binary
+    # instruction opcode copy"; elsewhere it carries one as float32 anyway.
+    is_beside = len(mesh.manual_axes) < len(mesh.axis_names)
+    return jnp.float32 if dtype == jnp.bfloat16 and is_beside and platform == "cpu" else dtype
 
 
 def _constrained(x: Any, cut: PartitionSpec | None) -> Any:
