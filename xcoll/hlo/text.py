@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_END = re.compile(r"\}(?:, execution_thread=.*)?\s*$")  # SparseCore runs computations of its own
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][a-z0-9\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
@@ -163,7 +164,7 @@ def parse(text: str) -> Module:
                 current = Computation(match[2], line)
                 computations[current.name] = current
                 entry = current.name if match[1] else entry
-        elif line.rstrip() == "}":  # a kernel's metadata goes on over lines, and ends in "}}"
+        elif _END.match(line):  # a kernel's metadata goes on over lines, and ends in "}}"
             flush()
             current = None
         elif _INSTRUCTION.match(line):
