@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from plain_counts import plain_count, row_count
 
 from xcoll import aot, hlo
 
@@ -40,33 +41,6 @@ def compiled(fn, mesh, shape=(8, 256, 128)):
         in_specs=P(),
         out_specs=P(),
         check_vma=False,
-    )
-
-
-def plain_count(program):
-    """Operations that move data, counted without the reader, by kind.
-
-    Of those printed again for each step of an overlap (they carry a chain id) the first counts.
-    """
-    text = program.as_text()
-    kinds = r"(?:ragged-)?all-to-all|all-reduce|reduce-scatter|all-gather"
-    kinds += r"|collective-permute|collective-broadcast|send|recv"
-    found, chains = Counter(), set()
-    for line in text.splitlines():
-        if match := re.search(rf" ({kinds})(?:-start)?\(", line.partition(" metadata=")[0]):
-            chain = re.search(r'chain_id="(\d+)"', line)
-            if chain and chain[1] in chains:
-                continue
-            chains |= {chain[1]} if chain else set()
-            found[match[1]] += 1
-    return found
-
-
-def row_count(program):
-    """The reader's count by kind, what the TPU compiler fused into a reduce-scatter as printed."""
-    fused = set(re.findall(r"^%(all-reduce-scatter[\w.]*) ", program.as_text(), re.MULTILINE))
-    return Counter(
-        "all-reduce" if row.computation in fused else row.kind for row in hlo.collectives(program)
     )
 
 
@@ -105,7 +79,7 @@ def test_every_kind_with_its_bytes_axes_and_executions(name):
         ("all-reduce", ("f32",), payload, ("a",), 15),
     }
     assert len(rows) == 7
-    assert row_count(program) == plain_count(program)
+    assert row_count(program, rows) == plain_count(program)
     assert not any(r.conditional for r in rows)
     # Device numbers are positions in the mesh: checked against the mesh's own layout.
     numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
@@ -127,13 +101,14 @@ def test_branches_and_loops_of_unknown_length(name):
 
     mesh = mesh_of(name)
     program = compiled(fn, mesh, (16, 128))
-    found = {(hlo.axes_of(r, mesh), r.executions, r.conditional) for r in hlo.collectives(program)}
+    rows = hlo.collectives(program)
+    found = {(hlo.axes_of(r, mesh), r.executions, r.conditional) for r in rows}
     assert found == {
         (("a",), 1, True),
         (("b",), 1, True),
         (("a", "b"), None, False),
     }
-    assert row_count(program) == plain_count(program) == {"all-reduce": 3}
+    assert row_count(program, rows) == plain_count(program) == {"all-reduce": 3}
     with pytest.raises(ValueError, match="loop of unknown trip count; say how often"):
         hlo.wire_bytes(program, mesh)
     n, b = mesh.devices.size, 16 * 128 * 4
@@ -151,7 +126,7 @@ def test_combined_operations_count_all_operands(name):
     mesh = mesh_of(name)
     program = compiled(fn, mesh, (10, 8, 128))
     rows = hlo.collectives(program)
-    assert row_count(program) == plain_count(program)
+    assert row_count(program, rows) == plain_count(program)
     assert sum(r.operand_bytes for r in rows) == 10 * 8 * 128 * 4
     assert len(rows) < 10
     assert {d for r in rows for d in r.dtypes} == {"f32", "s32"}
@@ -182,7 +157,7 @@ def test_what_the_tpu_compiler_overlaps_is_counted_once():
     assert text.count(" all-gather(") > len(set(re.findall(r'chain_id="(\d+)"', text))) > 0
     assert "AllReduceScatterFusion" in text
     rows = hlo.collectives(program)
-    assert row_count(program) == plain_count(program)
+    assert row_count(program, rows) == plain_count(program)
     assert all(r.executions == 1 for r in rows)
     scattered = [r for r in rows if r.computation.startswith("all-reduce-scatter")]
     assert scattered and {r.kind for r in scattered} == {"reduce-scatter"}
@@ -234,7 +209,7 @@ def test_transfers_between_slices(case):
     program = compiled(fn, mesh, (64, 256, 128))
     payload = 64 * 256 * 128 * 4
     rows = hlo.collectives(program)
-    assert row_count(program) == plain_count(program)
+    assert row_count(program, rows) == plain_count(program)
     sends = [r for r in rows if r.kind == "send"]
     assert [r.transfer for r in sends] == [transfer]
     assert [r.transfer for r in rows if r.kind == "recv"] == [transfer]
