@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from xcoll.hlo.advising.accumulated import accumulated_sums
 from xcoll.hlo.advising.flow import Flow
 from xcoll.hlo.advising.gathers import repeated_gathers
 from xcoll.hlo.advising.narrow import late_casts
@@ -19,6 +20,7 @@ from xcoll.topology import Topology
 KINDS = {
     "gather-in-loop": "a loop gathers an argument of the program anew in every iteration",
     "resharding": "the partitioner moves a value to another sharding and nothing needs it there",
+    "sum-in-loop": "a loop sums over devices in every iteration what it only adds up",
     "small-sums": "many small sums over the same axes, none of which waits for another",
     "late-cast": "a sum in bfloat16 or float16 is cast to float32 when it has been rounded",
     "hierarchy": "xcoll has an exact plan that is faster over a link between machines",
@@ -51,6 +53,7 @@ def advise(
     found = [
         *repeated_gathers(flow, others),
         *reshardings(flow, others, by_name),
+        *accumulated_sums(flow, others),
         *small_sums(module, others, topology, axis_sizes),
         *late_casts(flow, others),
         *better_plans(module, others, topology, axis_sizes),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from xcoll.hlo.advising.flow import Flow
+from xcoll.hlo.advising.sources import origin
 from xcoll.hlo.advising.words import listed, places, seconds
 from xcoll.hlo.rows import Advice, Row
 from xcoll.units import readable_bytes
@@ -20,7 +21,7 @@ def repeated_gathers(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
     for row in rows:
         if row.kind == "all-gather":
             i = flow.module.computations[row.computation].instructions[row.name]
-            found = [flow.origin(row.computation, operand) for operand in i.operands]
+            found = [origin(flow, row.computation, operand) for operand in i.operands]
             # All that a combined operation gathers must be worth gathering once.
             origins = [origin for origin in found if origin is not None]
             if len(origins) == len(found) and all(o.repeats != 1 for o in origins):

@@ -13,10 +13,10 @@ from xcoll.hlo.text import Module
 from xcoll.plan import Plan
 from xcoll.planner import plan
 from xcoll.policy import Policy
-from xcoll.topology import Level, Topology
+from xcoll.topology import Link, Topology
 from xcoll.units import readable_time
 
-_EXACT, _LOSSY = Policy(), Policy(codec="int8")
+_CODEC = "int8"
 _WITHIN = ("core", "nvlink")
 """Switched links that do not leave the machine."""
 _PS = 1e-12
@@ -26,11 +26,11 @@ _PS = 1e-12
 class _Group:
     """What rows that one advice is about have in common."""
 
-    kind: str
     link: str
     collective: str
     axes: tuple[str, ...]
     dtype: str
+    policy: Policy
     by_partitioner: bool
 
 
@@ -42,10 +42,20 @@ class _Better:
     plan: Plan
 
     @property
-    def times_ps(self) -> tuple[int, int]:
-        """Time before and after, in one execution of the program."""
-        before, after = self.plan.native_time_ps, self.plan.predicted_time_ps
-        return (before or 0) * self.row.runs, (after or 0) * self.row.runs
+    def before_ps(self) -> int:
+        """Predicted time of the compiler's own in one execution of the program."""
+        return (self.plan.native_time_ps or 0) * self.row.runs
+
+    @property
+    def after_ps(self) -> int:
+        """Predicted time of the plan."""
+        return (self.plan.predicted_time_ps or 0) * self.row.runs
+
+    @property
+    def saved_ps(self) -> int:
+        """What the device waits less: computation may hide a part of either."""
+        exposed_ps = round((self.row.exposed_s or 0.0) / _PS) * self.row.runs
+        return min(self.before_ps - self.after_ps, exposed_ps)
 
 
 def better_plans(
@@ -53,78 +63,77 @@ def better_plans(
 ) -> Iterator[Advice]:
     """Yields one advice for each kind, axes, dtype and maker of collectives over a slow link.
 
-    A plan that changes no bit comes first; a codec is proposed where there is none.
+    A plan that is exact comes first; a codec, over the slow axes alone, is proposed where there is
+    none.
     """
     if not topology.is_known:
         return
     groups: dict[_Group, list[_Better]] = {}
     for row in rows:
-        link = _slow_link(row, topology)
-        request = request_of(module, [row], topology, axis_sizes)
-        if link is None or request is None or row.kind == "recv":  # the other end of a send
+        if row.kind == "recv":  # the other end of a send
             continue
-        for policy, kind in ((_EXACT, "hierarchy"), (_LOSSY, "codec")):
-            made = plan(request, topology, policy)
-            before, after = made.native_time_ps or 0, made.predicted_time_ps or 0
-            is_faster = after * 100 <= before * (100 - GAIN_PERCENT) and not made.is_native
-            if is_faster and (row.exposed_s is None or row.exposed_s > 0):
-                key = _Group(
-                    kind=kind,
-                    link=link,
+        request = request_of(module, [row], topology, axis_sizes)
+        slow = _slow_axes(row, topology)
+        if request is None or not slow:
+            continue
+        for policy in (Policy(), Policy(codec=dict.fromkeys(slow, _CODEC))):
+            better = _Better(row, plan(request, topology, policy))
+            is_worth_it = better.saved_ps * 100 >= GAIN_PERCENT * better.before_ps > 0
+            if is_worth_it and not better.plan.is_native:
+                group = _Group(
+                    link=", ".join(dict.fromkeys(slow.values())),
                     collective=row.transfer or row.kind,
                     axes=request.axes,
                     dtype=request.dtype,
+                    policy=policy,
                     by_partitioner=row.made_by == "partitioner",
                 )
-                groups.setdefault(key, []).append(_Better(row, made))
+                groups.setdefault(group, []).append(better)
                 break
     for group, found in groups.items():
         yield _advice(group, found)
 
 
-def _slow_link(row: Row, topology: Topology) -> str | None:
-    """Returns the kind of the link between machines that a row crosses, if it does."""
-    levels = {axis.name: axis.levels for axis in topology.axes}
-    crossed: list[Level] = [
-        level
-        for axis in row.axes or ()
-        for level in levels[axis]
-        if level.size > 1 and level.link.network == "switch" and level.link.kind not in _WITHIN
-    ]
-    return crossed[0].link.kind if crossed else None
+def _slow_axes(row: Row, topology: Topology) -> dict[str, str]:
+    """Returns the axes of a row that lie on links between machines, with the kind of link."""
+    return {
+        axis.name: level.link.kind
+        for axis in topology.axes
+        for level in axis.levels
+        if axis.name in (row.axes or ()) and level.size > 1 and _leaves_machine(level.link)
+    }
+
+
+def _leaves_machine(link: Link) -> bool:
+    return link.network == "switch" and link.kind not in _WITHIN
 
 
 def _advice(group: _Group, found: Sequence[_Better]) -> Advice:
     rows = [better.row for better in found]
-    before = sum(better.times_ps[0] for better in found)
-    after = sum(better.times_ps[1] for better in found)
-    best = max(found, key=lambda better: better.times_ps[0] - better.times_ps[1]).plan
-    # What computation hides anyway cannot be saved.
-    saved = [
-        min((b.times_ps[0] - b.times_ps[1]) * _PS, (b.row.exposed_s or 0.0) * b.row.runs)
-        for b in found
-    ]
-    policy = "" if group.kind == "hierarchy" else ", policy=xcoll.Policy(codec='int8')"
-    bits = (
-        "No bit of what is moved, and no more than roundoff of what is summed, changes."
-        if group.kind == "hierarchy"
-        else f"It is lossy: |error| <= {best.max_error:.3g} x sum over ranks of max |block|."
-    )
-    how = f"xcoll.optimize(step{policy})"
+    saved = sum(better.saved_ps for better in found)
+    before = readable_time(sum(better.before_ps for better in found))
+    after = readable_time(sum(better.after_ps for better in found))
+    best = max(found, key=lambda better: better.saved_ps).plan
+    codec = group.policy.codec is not None
+    how, terms = "xcoll.optimize(step)", "It is exact, but for the order of a sum."
+    if codec:
+        axes = ", ".join(f"{axis!r}: {_CODEC!r}" for _, axis, _ in group.policy.permits)
+        how = f"xcoll.optimize(step, policy=xcoll.Policy(codec={{{axes}}}))"
+        terms = f"It is lossy: |error| <= {best.max_error:.3g} x sum over ranks of max |block|."
     if group.by_partitioner:
         how = (
             "the partitioner made it, where xcoll.optimize does not reach: write it in a"
             f" jax.shard_map over {group.axes}, or, for gradients, take"
             f" xcoll.gradients.value_and_grad; then {how}"
         )
-    times = f"{readable_time(before)} to {readable_time(after)}"
+    number = "An" if len(rows) == 1 else f"{len(rows)} times an"
     return Advice(
-        kind=group.kind,
+        kind="codec" if codec else "hierarchy",
         text=(
-            f"{len(rows)} x {group.collective} of {group.dtype} over {group.axes} on"
-            f" {group.link}{places(rows)}:"
-            f" the plan {best.name} takes all of them from {times}, predicted. {bits} How: {how}."
+            f"{number} {group.collective} of {group.dtype} over {group.axes} crosses"
+            f" {group.link}{places(rows)}: predicted {before}, and {after} by the plan"
+            f" {best.name}. {terms} How: {how}."
         ),
         rows=tuple(row.name for row in rows),
-        saves_s=sum(saved) if all(row.exposed_s is not None for row in rows) else None,
+        saves_s=saved * _PS,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from xcoll.hlo.advising.flow import RESULT, Flow, argument
+from xcoll.hlo.advising.flow import RESULT, Flow
+from xcoll.hlo.advising.sources import argument, is_by_device
 from xcoll.hlo.advising.words import places
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.rows import Advice, Row
@@ -13,7 +14,7 @@ from xcoll.hlo.rows import Advice, Row
 def reshardings(
     flow: Flow, rows: Sequence[Row], collectives: Mapping[str, Collective]
 ) -> Iterator[Advice]:
-    """Yields advice for all-to-alls that the partitioner made, in three cases that are certain.
+    """Yields advice for what the partitioner reshards, in the cases that are certain.
 
     An all-to-all by the partitioner moves a sharding from one dimension to another. It is not
     needed where
@@ -22,13 +23,49 @@ def reshardings(
     * its result is used for nothing else but to be, element by element, an output,
     * its result, element by element, only goes into another over the same groups.
 
+    Nor is an all-gather of which each device uses, element by element, a part of its own alone.
     What a constraint between two other operations asks for, as around the experts of a mixture, may
     be meant.
     """
-    found = {r.name: r for r in rows if r.kind == "all-to-all" and r.made_by == "partitioner"}
-    entry = flow.module.computations[flow.module.entry]
+    made = [row for row in rows if row.made_by == "partitioner"]
+    yield from _moved(flow, {r.name: r for r in made if r.kind == "all-to-all"}, collectives)
+    for row in made:
+        if row.kind == "all-gather" and _is_cut(flow, row.computation, row.name):
+            yield _advice(
+                [row],
+                f"A value is gathered over {row.axes} only for each device to cut out a part"
+                f"{places([row])}, since the partitioner does not know a direct way between the two"
+                " shardings (XLA calls it involuntary full rematerialization): put a constraint in"
+                " between that is a step to both, such as the old sharding with the dimension to be"
+                " cut sharded as well.",
+                None,
+            )
+
+
+def _is_cut(flow: Flow, computation: str, name: str) -> bool:
+    """Whether all that is used of a value is a part that differs from device to device."""
+    ends = flow.ends(computation, name)
+    for end in ends:
+        i = flow.module.computations[computation].instructions.get(end)
+        if i is not None and i.opcode == "fusion":
+            called = flow.called(i)
+            inside = [called.parameter(n) for n, o in enumerate(i.operands) if o == name]
+            is_cut = bool(inside) and all(_is_cut(flow, called.name, p or "") for p in inside)
+        elif i is not None and i.opcode == "dynamic-slice":
+            is_cut = any(is_by_device(flow, computation, o) for o in i.operands[1:])
+        else:
+            is_cut = False
+        if not is_cut:
+            return False
+    return bool(ends)
+
+
+def _moved(
+    flow: Flow, found: Mapping[str, Row], collectives: Mapping[str, Collective]
+) -> Iterator[Advice]:
     if not found:
         return
+    entry = flow.module.computations[flow.module.entry]
     told: set[str] = set()
     for parameter in entry.instructions.values():
         if parameter.opcode != "parameter":
