@@ -15,18 +15,10 @@ import jax
 
 from xcoll import _compat
 from xcoll.hlo.auditing import audit
+from xcoll.hlo.compared import COMBINED, EQUAL, NOT_EXPLAINED, NOTHING, OTHER_END, SPLIT, Compared
 from xcoll.hlo.promised import promises, written
 from xcoll.hlo.result import Audit
-from xcoll.hlo.verdicts import (
-    COMBINED,
-    EQUAL,
-    NOT_EXPLAINED,
-    NOTHING,
-    OTHER_END,
-    SPLIT,
-    Compared,
-    compared,
-)
+from xcoll.hlo.verdicts import compared
 from xcoll.hlo.written import WrittenProgram
 from xcoll.policy import Policy
 from xcoll.report import Report
