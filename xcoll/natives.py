@@ -114,6 +114,7 @@ def _tpu(
     time = 0
     chips = [d.stride for d in (*cores, *torus)]
     is_cut = slices and chips and max(d.stride for d in slices) > min(chips)
+    torus = _dimensions(torus)
     for group in (cores, torus, slices):
         size = math.prod(d.level.size for d in group)
         if size == 1:
@@ -133,6 +134,22 @@ def _tpu(
             time += latency + sweep
         left //= size
     return time
+
+
+def _dimensions(torus: list[Digit]) -> list[Digit]:
+    """Joins the pieces of each dimension, wherever they stand among the ranks: one set of links."""
+    out: list[Digit] = []
+    for digit in sorted(torus, key=lambda d: (d.level.dimension, d.level.stride)):
+        low, high = out[-1].level if out else None, digit.level
+        if (
+            low is not None
+            and (low.dimension, low.link) == (high.dimension, high.link)
+            and low.stride * low.size == high.stride
+        ):
+            out[-1] = replace(out[-1], level=replace(low, size=low.size * high.size))
+        else:
+            out.append(digit)
+    return out
 
 
 def _diameter(digit: Digit) -> int:
@@ -214,7 +231,9 @@ def _nvls(device: Device, collective: str, num_bytes: int, nodes: int, rate: int
     """Reduction in the NVLink switch: within a node, and for an all-reduce in a tree over nodes."""
     if device.kind not in kinds():
         return []
-    rate = min(int(figure(device.kind, "nvls_busbw")), rate if nodes > 1 else PS)
+    # In an all-reduce a port carries less than what the bus bandwidth counts; else just that.
+    is_limited = nodes > 1 or collective != "all_reduce"
+    rate = min(int(figure(device.kind, "nvls_busbw")), rate if is_limited else PS)
     latency = int(figure("nccl", "nvls_latency"))
     if nodes > 1 and collective != "all_reduce":
         return []
