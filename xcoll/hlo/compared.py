@@ -17,6 +17,7 @@ PADDED = "padded by the TPU compiler to whole tiles"
 UNDONE = "a reduce-scatter, undone by the TPU compiler"
 SCATTERED = "an all-reduce and its slice, made a reduce-scatter by XLA"
 CARRIED = "carried twice as wide by XLA:CPU"
+CUT = "cut over axes that are the partitioner's"
 REMOVED = "merged with another, or removed, by XLA"
 LOOP = "in a loop whose length only one side knows"
 ADDED = "added by the partitioner"
@@ -138,6 +139,7 @@ class Open:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> dict[Hashable, list[Item]]:
+    """Returns items by a key, in their order."""
     found: dict[Hashable, list[Item]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 
 from xcoll import accounting
 from xcoll.algorithms import native
+from xcoll.hlo.written import WrittenProgram
 from xcoll.pieces import HLO_KIND
 from xcoll.plan import Request, Span, Stage
 from xcoll.report import Report, Site
@@ -82,21 +85,49 @@ def promises(report: Report, axis_sizes: Mapping[str, int], platform: str) -> tu
     return tuple(found)
 
 
-def written(report: Report) -> dict[tuple[str, int], int]:
-    """Returns how many operations of each kind and size the plans write, before XLA changes them.
+class Given:
+    """The program that XLA was given, read only where it is asked.
 
-    Loops count once, as in the text of the lowered program.
+    Args:
+      report: made when it was lowered.
+      lowered: the program; without it, nothing is known of it.
+      axis_sizes: the mesh's axes.
     """
-    total: Counter[tuple[str, int]] = Counter()
-    for site in _firsts(report):
-        if site.plan is None:
-            total[_kind(site), site.num_bytes] += 1
-            continue
-        # What no backend has cut into parts yet is what XLA:GPU runs.
-        request = replace(site.plan.request, platform="gpu")
-        for operation in accounting.operations(request, site.plan.stages):
-            total[operation.kind, operation.operand_bytes] += operation.count
-    return dict(total)
+
+    def __init__(
+        self, report: Report, lowered: jax.stages.Lowered | None, axis_sizes: Mapping[str, int]
+    ):
+        self.axis_sizes = axis_sizes
+        self._report, self._lowered = report, lowered
+
+    @functools.cached_property
+    def _program(self) -> WrittenProgram | None:
+        num_axes = sum(size > 1 for size in self.axis_sizes.values())
+        return None if self._lowered is None else WrittenProgram(self._lowered, num_axes)
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether something in it is left to the partitioner."""
+        return self._program is not None and not self._program.is_manual
+
+    @functools.cached_property
+    def is_as_planned(self) -> bool:
+        """Whether it has as many operations of each kind and size as the plans write.
+
+        Loops count once, as in its text.
+        """
+        planned: Counter[tuple[str, int]] = Counter()
+        for site in _firsts(self._report):
+            if site.plan is None:
+                planned[_kind(site), site.num_bytes] += 1
+                continue
+            # What no backend has cut into parts yet is what XLA:GPU runs.
+            request = replace(site.plan.request, platform="gpu")
+            for operation in accounting.operations(request, site.plan.stages):
+                planned[operation.kind, operation.operand_bytes] += operation.count
+        if self._program is None:
+            return False
+        return planned == Counter((w.kind, w.num_bytes) for w in self._program.collectives)
 
 
 def _firsts(report: Report) -> Iterator[Site]:

@@ -5,13 +5,16 @@ Each rule closes what it can show to be right: what is left over at the end is n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
+from itertools import combinations
 from typing import Any
 
 from xcoll.hlo.compared import (
     ADDED,
     CARRIED,
     COMBINED,
+    CUT,
     EQUAL,
     LOOP,
     NOT_EXPLAINED,
@@ -32,15 +35,16 @@ from xcoll.hlo.compared import (
     total,
     total_bytes,
 )
-from xcoll.hlo.promised import Promise
+from xcoll.hlo.promised import Given, Promise
 from xcoll.hlo.rows import Row
+from xcoll.hlo.text import num_bytes
 
 
 def compared(
     planned: Sequence[Promise],
     rows: Sequence[Row],
     platform: str,
-    is_as_lowered: Callable[[], bool],
+    given: Given,
 ) -> tuple[Compared, ...]:
     """Compares promises with rows; each of them is in exactly one line.
 
@@ -48,8 +52,7 @@ def compared(
       planned: what was planned.
       rows: what was emitted.
       platform: what it was compiled for.
-      is_as_lowered: says whether the program that XLA was given has as many operations of each
-        kind as were planned; asked where the compiled program has fewer.
+      given: the program that XLA was given.
     """
     left = Open(planned, rows, platform)
     for rule in (
@@ -65,13 +68,10 @@ def compared(
         _resized,
     ):
         rule(left)
-    for p, e in left.both(lambda item: item.key):
-        if e and e[0].axes is None:
-            left.close(p, e, UNREAD)
-        elif total(p) > total(e) and is_as_lowered():
-            left.close(p, e, REMOVED)
-        else:
-            left.close(p, e, NOT_EXPLAINED)
+    _cut(left, given)
+    _removed(left, given)
+    left.close([], [item for item in left.emitted if item.axes is None], UNREAD)
+    left.close(left.planned, left.emitted, NOT_EXPLAINED)
     return tuple(left.lines)
 
 
@@ -178,6 +178,39 @@ def _resized(left: Open) -> None:
             and all(_is_tiled(item.row) for item in e if item.row is not None)
         ):
             left.close(p, e, PADDED)
+
+
+def _cut(left: Open, given: Given) -> None:
+    """Operands of which the partitioner leaves each device a part, in the program given to XLA.
+
+    A plan knows of that only where it is written near the collective.
+    """
+    for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
+        if not p or not e or not given.is_partitioned:
+            continue
+        others = [size for a, size in given.axis_sizes.items() if a not in (p[0].axes or ())]
+        parts = {
+            math.prod(some) for n in range(len(others) + 1) for some in combinations(others, n)
+        }
+        planned = sorted(size for item in p for size in [item.num_bytes] * item.count)
+        emitted = sorted(size for item in e for size in _operands(item) * item.count)
+        if len(planned) == len(emitted) and all(
+            whole % one == 0 and whole // one in parts
+            for whole, one in zip(planned, emitted, strict=True)
+        ):
+            left.close(p, e, CUT)
+
+
+def _removed(left: Open, given: Given) -> None:
+    for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
+        sizes, left_over = grouped(p, lambda i: i.key), grouped(e, lambda i: i.key)
+        fewer = all(total(i) <= total(sizes.get(size, [])) for size, i in left_over.items())
+        if p and fewer and given.is_as_planned:
+            left.close(p, e, REMOVED)
+
+
+def _operands(item: Item) -> list[int]:
+    return [] if item.row is None else [num_bytes(*operand) for operand in item.row.operands]
 
 
 def _is_tiled(row: Row) -> bool:
