@@ -1,5 +1,7 @@
 """Budgets: how they are read, what breaks them, and who is blamed."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from audits import audit, row
 
@@ -276,3 +278,20 @@ def test_assert_budget():
     ]
     with pytest.raises(TypeError, match="takes only budget= beside an Audit"):
         assert_budget(audited, 1, budget=budget)
+
+
+def test_assert_budget_compiles_a_function():
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = jax.P("data")
+    step = jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=spec, out_specs=jax.P()
+    )
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    # Each of 8 ranks sums f32[8, 128]: 4096 bytes, of which a ring sends 2 x 7 / 8 = 7168.
+    budget = {"wire_bytes": {"data": 7168}, "count": {"all-reduce": 1, "total": 1}}
+    audited = assert_budget(step, x, budget=budget, mesh=mesh)
+    assert audited.wire_bytes == {"data": 7168}
+    with pytest.raises(
+        AssertionError, match=r"6.999 KiB allowed\n.*test_budgets.py:"
+    ):
+        assert_budget(step, x, budget={"wire_bytes": {"data": 7167}}, mesh=mesh, topology="cpu:8")

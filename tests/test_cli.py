@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from xcoll.cli import main, read_choice
+from xcoll.cli import main
 from xcoll.plan import Plan
 from xcoll.policy import Choice
+from xcoll.typed import read_choice
 
 HOSTS = ["--topology", "2*cpu:4@200Mbit", "--axes", "host=2,device=4"]
 SIXTEEN = ["--bytes", "16MiB", "--dtype", "float32"]
@@ -191,7 +192,9 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments, says):
     assert says in err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["audit", "--help"], ["--version"]]
+)
 def test_help(capsys, arguments):
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")

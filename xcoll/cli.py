@@ -1,55 +1,20 @@
-"""The command line: ``xcoll plan`` shows what would be chosen, and what it beat.
-
-Touches no device: plans are made from the topology's text alone.
-"""
+"""The command line: ``xcoll plan`` and ``xcoll audit``."""
 
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import jax.numpy as jnp
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-
-from xcoll.errors import unknown
-from xcoll.plan import Plan, Request
-from xcoll.planner import plan
-from xcoll.policy import COLLECTIVE_OF, Policy
-from xcoll.schedule import COLLECTIVES
-from xcoll.topology import Topology
-from xcoll.typed import read_choice as read_choice
-from xcoll.typed import read_codec
-from xcoll.units import readable_bytes, readable_time
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_MOST_BYTES = 2**50
-_OPS = ("sum", "max", "min", "prod")
-_COMBINING = ("all_reduce", "reduce_scatter", "reduce")
-_OP_OF = {
-    "psum": "sum",
-    "pmean": "sum",
-    "psum_scatter": "sum",
-    "pmax": "max",
-    "pmin": "min",
-    "pprod": "prod",
-}
-"""Names that say how values combine."""
-
-
-class _UsageError(Exception):
-    """What was typed is wrong; the message is one line."""
+from xcoll.commands import auditing, planning
+from xcoll.commands.usage import UsageError
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(message)
+        raise UsageError(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,58 +24,38 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None takes those of the process.
 
     Returns:
-      The exit code: 0, or 2 where the input was bad (one line on stderr says how).
+      The exit code: 0; 1 where a budget is broken; or 2 where the input was bad (one line on stderr
+      says how, below the traceback where a user's own file has failed).
     """
     try:
         arguments = _parser().parse_args(argv)
-        return _plan(arguments)
+        return int(arguments.run(arguments))
     except SystemExit as stop:  # --help and --version
         return int(stop.code or 0)
     except OverflowError as err:
-        print(f"xcoll: error: too large a number to plan with: {err}", file=sys.stderr)
-        return 2
-    except (_UsageError, ValueError) as err:
-        print(f"xcoll: error: {str(err).splitlines()[0]}", file=sys.stderr)
-        return 2
+        return _failed(f"too large a number to plan with: {err}")
+    except UsageError as err:
+        return _failed(str(err), err.details)
+    except ValueError as err:
+        return _failed(str(err))
+    except OSError as err:
+        return _failed(f"{err.filename}: {err.strerror}" if err.filename else str(err))
+
+
+def _failed(message: str, details: str = "") -> int:
+    if details:
+        print(details.rstrip(), file=sys.stderr)
+    line = next(iter(message.splitlines()), "")
+    print(f"xcoll: error: {line}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="xcoll", description="A collective compiler pass for JAX.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser(
-        "plan",
-        help="show the plan of a collective, and every candidate that it beat",
-        description="Shows the plan of a collective, and every candidate that it beat.",
-    )
-    command.add_argument("collective", help="all_reduce, psum, reduce_scatter, all_gather, ...")
-    command.add_argument(
-        "--bytes", required=True, help="operand on each rank, for example 16MiB or 4096"
-    )
-    command.add_argument("--dtype", default="float32", help="its dtype (default: float32)")
-    command.add_argument(
-        "--topology", required=True, help="for example '2*cpu:4@200Mbit', v5p:4x4x4 or '4*h100:8'"
-    )
-    command.add_argument(
-        "--axes", help="mesh axes in order, host=2,device=4 (default: the physical dimensions)"
-    )
-    command.add_argument("--over", help="the axes it goes over, host,device (default: all)")
-    command.add_argument("--op", help="sum (default), max, min or prod")
-    command.add_argument(
-        "--algorithm", help="force one: ring, 'tree(radix=4)', 'hierarchical(native, ring)'"
-    )
-    command.add_argument(
-        "--deterministic", action="store_true", help="sum floats in rank order, explicitly"
-    )
-    command.add_argument(
-        "--codec", help="permit one: int8, or by axis: host=int8,device=bfloat16 (default: exact)"
-    )
-    command.add_argument(
-        "--max-error",
-        type=float,
-        help="permit all codecs up to this error, over the sum of the ranks' largest magnitudes",
-    )
-    command.add_argument("--json", action="store_true", help="print the plan as JSON")
+    planning.add(commands)
+    auditing.add(commands)
     return parser
 
 
@@ -121,166 +66,5 @@ def _version() -> str:
         return "not installed: run from its source"
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    axes = _axes(arguments.axes) if arguments.axes is not None else None
-    topology = Topology.parse(arguments.topology, axes=axes)
-    policy = Policy(
-        algorithm=None if arguments.algorithm is None else read_choice(arguments.algorithm),
-        deterministic=arguments.deterministic,
-        codec=None if arguments.codec is None else read_codec(arguments.codec),
-        max_error=arguments.max_error,
-    )
-    for _, axis, _ in policy.permits:
-        if axis and axis not in topology.axis_sizes:
-            raise _UsageError(unknown("--codec", "axis", axis, topology.axis_sizes))
-    made = plan(_request(arguments, topology), topology, policy, strict=True)
-    if arguments.json:
-        print(made.to_json())
-    else:
-        _print(made, topology)
-    return 0
-
-
-def _request(arguments: argparse.Namespace, topology: Topology) -> Request:
-    name = arguments.collective
-    collective = COLLECTIVE_OF.get(name, name)
-    if collective not in (*COLLECTIVES, "permute"):
-        raise _UsageError(
-            unknown("plan", "collective", name, dict.fromkeys((*COLLECTIVES, *COLLECTIVE_OF)))
-        )
-    dtype = _dtype(arguments.dtype)
-    sizes = topology.axis_sizes
-    over = _over(arguments.over, sizes) if arguments.over is not None else tuple(sizes)
-    num_bytes = _bytes(arguments.bytes)
-    ranks = math.prod(sizes[axis] for axis in over)
-    rows = ranks if collective in ("reduce_scatter", "all_to_all", "scatter") else 1
-    itemsize = dtype.itemsize
-    if num_bytes % (itemsize * rows):
-        raise _UsageError(
-            f"--bytes {arguments.bytes}: {collective} of {dtype.name} over {ranks} ranks"
-            f" needs a multiple of {itemsize * rows} bytes"
-        )
-    return Request(
-        collective=collective,
-        op=_op(name, collective, arguments.op),
-        axes=over,
-        axis_sizes=tuple(sizes[axis] for axis in over),
-        dtype=dtype.name,
-        itemsize=itemsize,
-        shapes=((num_bytes // itemsize,),),
-        platform=topology.platform,
-    )
-
-
-def _op(name: str, collective: str, given: str | None) -> str:
-    if given is not None and given not in _OPS:
-        raise _UsageError(unknown("plan", "op", given, _OPS))
-    if collective not in _COMBINING:
-        if given is not None:
-            raise _UsageError(f"--op {given}: {name} combines nothing; leave --op out")
-        return "none"
-    own = _OP_OF.get(name)
-    if own is not None and given not in (None, own):
-        raise _UsageError(
-            f"--op {given}: {name} is a {own}; leave --op out, or name the collective {collective}"
-        )
-    return own or given or "sum"
-
-
-def _dtype(text: str) -> np.dtype[Any]:
-    try:
-        dtype = jnp.dtype(text)
-        # Numpy has dtypes that jax has not, such as strings, objects and long doubles.
-        known = getattr(jnp, dtype.name, None) is not None
-        if known and (dtype == jnp.bool or jnp.issubdtype(dtype, jnp.number)):
-            return dtype
-    except (TypeError, ValueError, SyntaxError, DeprecationWarning):
-        pass
-    raise _UsageError(
-        f"--dtype {text!r}: no dtype of numbers or bools that jax has; write for example float32,"
-        " bfloat16, int8 or bool"
-    )
-
-
-def _over(text: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    over = tuple(text.split(","))
-    for axis in over:
-        if axis not in sizes:
-            raise _UsageError(unknown(f"--over {text}", "axis", axis, sizes))
-        if over.count(axis) > 1:
-            raise _UsageError(f"--over {text}: axis {axis!r} is there twice; name each once")
-    return over
-
-
-def _axes(text: str) -> dict[str, int]:
-    axes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
-        # Not isdigit(), which takes superscripts and every script's digits.
-        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}", size):
-            raise _UsageError(f"--axes {text}: {part!r} is no name=size, as in host=2,device=4")
-        if name in axes:
-            raise _UsageError(f"--axes {text}: axis {name!r} is there twice")
-        axes[name] = int(size)
-    return axes
-
-
-def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+)\s*([kmg]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise _UsageError(f"--bytes {text}: no number of bytes; write it as 4096, 64KiB or 16MiB")
-    # Python reads no integers of thousands of digits.
-    number = int(match[1]) * _UNITS[match[2]] if len(match[1]) < 30 else _MOST_BYTES + 1
-    if number > _MOST_BYTES:
-        raise _UsageError(f"--bytes {text}: too large; write at most {_MOST_BYTES // 2**30}GiB")
-    return number
-
-
-def _print(made: Plan, topology: Topology) -> None:
-    request = made.request
-    console = Console()
-    if not console.is_terminal:
-        # Rows stay whole for whoever reads the output of a pipe.
-        console = Console(width=200)
-    console.print(str(topology), highlight=False, markup=False)
-    console.print(
-        f"{request.collective} ({request.op}) of {readable_bytes(request.num_bytes)}"
-        f" {request.dtype} over"
-        f" {', '.join(f'{a}={s}' for a, s in zip(request.axes, request.axis_sizes, strict=True))}",
-        highlight=False,
-        markup=False,
-    )
-    table = Table()
-    table.add_column("plan", overflow="fold")
-    table.add_column("predicted", justify="right")
-    for axis in request.axes:
-        table.add_column(f"over {axis}", justify="right")
-    table.add_column("reason", overflow="fold")
-    rows = [
-        (f"> {made.name}", made.predicted_time_ps, made.wire_bytes, f"chosen: {made.reason}"),
-        *((c.name, c.predicted_time_ps, c.wire_bytes, c.reason) for c in made.candidates),
-    ]
-    for name, time, sent, reason in rows:
-        by_axis = dict(sent)
-        table.add_row(
-            name,
-            readable_time(time),
-            *(readable_bytes(by_axis.get(axis, 0)) for axis in request.axes),
-            reason,
-            style="bold" if name.startswith("> ") else None,
-        )
-    console.print(table)
-    for stage in made.stages:
-        span = stage.span
-        console.print(
-            f"  {stage.collective} over {span.num_ranks} ranks of {', '.join(span.axes)}"
-            f" (stride {span.stride}): {stage}",
-            highlight=False,
-            markup=False,
-        )
-    if made.is_lossy:
-        console.print(
-            f"  |error| <= {made.max_error:.3g} x sum over ranks of a block's largest magnitude",
-            highlight=False,
-            markup=False,
-        )
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,14 +12,11 @@ from xcoll.errors import unknown
 from xcoll.hlo.reader import KINDS
 from xcoll.units import read_bytes, read_time
 
-MEMORY_KEYS = ("total", "arguments", "outputs", "temporaries", "code")
-"""Parts of `xcoll.memory.Memory` that can be limited."""
-
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "wire_bytes": None,
     "count": (*KINDS, "total"),
     "time": ("exposed", "share"),
-    "memory": MEMORY_KEYS,
+    "memory": ("total", "arguments", "outputs", "temporaries", "code"),
 }
 """The tables and their keys; None for the axes of the mesh."""
 

@@ -1,0 +1,1 @@
+"""The commands of ``xcoll``, one a module."""

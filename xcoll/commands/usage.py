@@ -1,0 +1,43 @@
+"""What the commands read in the same way, and how they say what is wrong."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+
+
+class UsageError(Exception):
+    """What was typed, or what it named, is wrong.
+
+    Attributes:
+      details: what is shown above the line that says it, such as a traceback.
+    """
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+def read_axes(option: str, text: str) -> dict[str, int]:
+    """Returns the axes of ``host=2,device=4``.
+
+    Raises:
+      UsageError: it is malformed.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        # Not isdigit(), which takes superscripts and every script's digits.
+        if not name.isidentifier() or not re.fullmatch("0*[1-9][0-9]{0,17}", size):
+            raise UsageError(f"{option} {text}: {part!r} is no name=size, as in host=2,device=4")
+        if name in axes:
+            raise UsageError(f"{option} {text}: axis {name!r} is there twice")
+        axes[name] = int(size)
+    return axes
+
+
+def wide_console() -> Console:
+    """Returns a console on stdout; rows stay whole for whoever reads the output of a pipe."""
+    made = Console()
+    return made if made.is_terminal else Console(width=200)
