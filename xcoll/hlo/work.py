@@ -34,7 +34,9 @@ _FREE = (
     "async-update",
 )
 _FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "SliceId", "AsyncCollective")
-_MOVES = frozenset((*KINDS, *(f"{kind}-start" for kind in KINDS)))
+# A kernel that sends by itself (a custom call) computes as well.
+_COLLECTIVES = frozenset(KINDS) - {"custom-call"}
+_MOVES = _COLLECTIVES | {f"{kind}-start" for kind in _COLLECTIVES}
 
 _PLAUSIBLE = (0.5, 4.0)
 """What ``optimal_seconds`` may be of the roofline of the same instructions."""
@@ -49,10 +51,12 @@ class Compute:
       time_s: of one run of the program, loops multiplied; None where the device is unknown. It is
         the sum of `instruction_s` over the program's entry computation.
       source: in words, where the figures come from.
+      platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``; empty where the device is unknown.
     """
 
     time_s: float | None
     source: str
+    platform: str
 
     def __init__(self, module: Module, peaks: Peaks | None):
         """Takes the roofline of a device.
@@ -69,6 +73,7 @@ class Compute:
         self._times: dict[tuple[str, str, bool], float] = {}
         self.time_s = None if peaks is None else self._sum_s(module.entry)
         self.source = ""
+        self.platform = ""
 
     def instruction_s(self, computation: str, name: str) -> float:
         """Returns how long one execution of an instruction computes, in seconds.
@@ -179,6 +184,7 @@ def compute_of(
     """
     peaks = Peaks.of(device)
     compute = Compute(module, peaks)
+    compute.platform = "" if device is None else device.platform
     if device is None or peaks is None:
         kind = "no device is known" if device is None else f"no peak rates for {device.kind!r}"
         compute.source = f"unknown: {kind}"
