@@ -20,18 +20,27 @@ def late_casts(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
     A cast counts where the program has it: compilers put in casts of their own, and XLA:CPU carries
     bfloat16 as float32, which is told from the name of the sum's own computation.
     """
-    late: dict[tuple[str | None, tuple[str, ...] | None, str], list[Row]] = {}
+    late: dict[tuple[str, tuple[str, ...] | None, str | None, str], list[Row]] = {}
     for row in rows:
-        if row.kind in _SUMS and (dtype := _cast_late(flow, row)) is not None:
-            late.setdefault((row.source, row.axes, dtype), []).append(row)
-    for (_, axes, dtype), found in late.items():
+        narrow = _cast_late(flow, row) if row.kind in _SUMS else None
+        if narrow is not None:
+            late.setdefault((narrow, row.axes, row.source, row.made_by), []).append(row)
+    for (dtype, axes, _, made_by), found in late.items():
+        instead = (
+            "Cast before the sum; or, to keep the bytes, sum with"
+            " xcoll.Policy(accumulate='float32'), which rounds once."
+        )
+        if made_by == "partitioner":
+            instead = (
+                "Ask what is summed for float32: preferred_element_type=jnp.float32 of a dot"
+                " product, dtype=jnp.float32 of a sum."
+            )
         over = f" over {axes}" if axes else ""
         yield Advice(
             kind="late-cast",
             text=(
                 f"A sum{over} of {dtype}{places(found)} is cast to float32 afterwards, in all its"
-                " uses, when it has been rounded already. Cast before the sum; or, to keep the"
-                " bytes, sum with xcoll.Policy(accumulate='float32'), which rounds once."
+                f" uses, when it has been rounded already. {instead}"
             ),
             rows=tuple(row.name for row in found),
             saves_s=None,

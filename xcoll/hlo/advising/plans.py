@@ -10,7 +10,7 @@ from xcoll.hlo.advising.requests import request_of
 from xcoll.hlo.advising.words import places
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Module
-from xcoll.plan import Plan
+from xcoll.plan import Plan, Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
 from xcoll.topology import Link, Topology
@@ -69,17 +69,21 @@ def better_plans(
     if not topology.is_known:
         return
     groups: dict[_Group, list[_Better]] = {}
+    made: dict[Request, list[tuple[Policy, Plan]]] = {}
     for row in rows:
-        if row.kind == "recv":  # the other end of a send
+        slow = _slow_axes(row, topology)
+        if row.kind == "recv" or not slow:  # a recv is the other end of a send
             continue
         request = request_of(module, [row], topology, axis_sizes)
-        slow = _slow_axes(row, topology)
-        if request is None or not slow:
+        if request is None:
             continue
-        for policy in (Policy(), Policy(codec=dict.fromkeys(slow, _CODEC))):
-            better = _Better(row, plan(request, topology, policy))
+        if request not in made:
+            lossy = Policy(codec=dict.fromkeys(slow, _CODEC))
+            made[request] = [(p, plan(request, topology, p)) for p in (Policy(), lossy)]
+        for policy, candidate in made[request]:
+            better = _Better(row, candidate)
             is_worth_it = better.saved_ps * 100 >= GAIN_PERCENT * better.before_ps > 0
-            if is_worth_it and not better.plan.is_native:
+            if is_worth_it and not candidate.is_native:
                 group = _Group(
                     link=", ".join(dict.fromkeys(slow.values())),
                     collective=row.transfer or row.kind,
