@@ -143,9 +143,9 @@ def test_hosts_and_their_rate(capsys, program):
         "--json",
     )
     audited = Audit.from_json(out)
-    # The ring enters each host once: 4 of 8 shares of 512 B twice would take less than this bound.
+    # Each host has to send as much as its sum of 4096 B to the other, at 25 MB/s, however it does.
     assert audited.topology.startswith("2*cpu:4@200Mbit")
-    assert audited.communication_s > 4096 / 25e6, "all of it crosses 200 Mbit/s"
+    assert audited.communication_s > 4096 / 25e6
 
 
 def test_budget_kept(capsys, program, tmp_path):
