@@ -121,21 +121,30 @@ def test_a_hidden_collective_is_not_waited_for():
     assert max(e.start_s + e.duration_s for e in events) == pytest.approx(15 * MS, rel=1e-12)
 
 
-def test_two_at_once_are_on_two_tracks_and_waited_for_one_after_the_other(tmp_path):
-    text = OVERLAPPED.replace(
-        "%sync = f32[2]{0} all-reduce(", "%sync = f32[2]{0} all-reduce-start("
-    )
-    rows = [row("sync", 6, 4), row("start", 10, 3)]
-    events = events_of(parse(text), rows, TIMES)
+TWO = """HloModule f, is_scheduled=true, num_partitions=4
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  %long = f32[2]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add
+  %short = f32[2]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add
+  %one = f32[2]{0} negate(%x)
+  %second = f32[2]{0} all-reduce-done(%short)
+  %two = f32[2]{0} negate(%x)
+  %first = f32[2]{0} all-reduce-done(%long)
+  ROOT %three = f32[2]{0} add(%first, %second)
+}"""
+
+
+def test_two_at_once_are_on_two_tracks_and_each_is_waited_for_at_its_done(tmp_path):
+    rows = [row("long", 9, 3), row("short", 4, 1)]
+    events = events_of(parse(TWO), rows, TIMES)
     assert in_ms(events) == [
-        ("compute", "two and 1 more", 0, 3),
-        ("x", "all-reduce", 3, 13),
-        ("compute", "four and 1 more", 3, 6),
-        ("compute", "waits for start", 6, 13),  # 3 ms were computed since it started
-        ("x", "all-reduce", 10, 16),
-        ("compute", "five", 13, 14),
-        ("compute", "waits for sync", 14, 16),  # the fourth
-        ("compute", "five", 16, 19),
+        ("x", "all-reduce", 0, 4),
+        ("compute", "one", 0, 1),
+        ("compute", "waits for short", 1, 4),
+        ("x", "all-reduce", 3, 12),  # begun when the other is nearly done: 3 of 9 are hidden
+        ("compute", "two", 4, 6),
+        ("compute", "waits for long", 6, 12),
+        ("compute", "three", 12, 13),
     ]
     path = tmp_path / "out.json"
     write_timeline(audit_of(rows, events, 10), path)

@@ -11,11 +11,10 @@ from xcoll.hlo.rows import Row
 
 EQUAL = "equal"
 COMBINED = "combined by XLA"
-SPLIT = "split by XLA"
 SLICED = "split by the TPU compiler: between slices, and inside"
 PADDED = "padded by the TPU compiler to whole tiles"
 UNDONE = "a reduce-scatter, undone by the TPU compiler"
-SCATTERED = "an all-reduce and its slice, made a reduce-scatter by XLA"
+SHIFTED = "moves padded shares into place (the TPU compiler)"
 CARRIED = "carried twice as wide by XLA:CPU"
 CUT = "cut over axes that are the partitioner's"
 REMOVED = "merged with another, or removed, by XLA"

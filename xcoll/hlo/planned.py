@@ -14,7 +14,15 @@ import jax
 
 from xcoll import _compat
 from xcoll.hlo.auditing import audit
-from xcoll.hlo.compared import COMBINED, EQUAL, NOT_EXPLAINED, NOTHING, OTHER_END, SPLIT, Compared
+from xcoll.hlo.compared import (
+    COMBINED,
+    EQUAL,
+    NOT_EXPLAINED,
+    NOTHING,
+    OTHER_END,
+    UNCERTAIN,
+    Compared,
+)
 from xcoll.hlo.promised import Given, promises
 from xcoll.hlo.result import Audit
 from xcoll.hlo.verdicts import compared
@@ -26,7 +34,7 @@ from xcoll.units import readable_bytes
 
 UPPER_BOUND = "planned as an upper bound, for so many ranks"
 
-_SENDS_AS_MUCH = (EQUAL, COMBINED, SPLIT, OTHER_END, NOTHING)
+_SENDS_AS_MUCH = (EQUAL, COMBINED, OTHER_END, NOTHING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,18 +220,12 @@ def against(
     """
     planned = promises(report, audit.axis_sizes, platform)
     rows = compared(planned, audit.rows, platform, Given(report, lowered, audit.axis_sizes))
-    bytes_by_axis = report.wire_bytes()
-    is_bound = any(site.sent is None for site in report.sites)
-    by_axis = {
-        axis: _axis(axis, bytes_by_axis.get(axis, 0), audit.wire_bytes.get(axis, 0), rows, is_bound)
-        for axis in audit.axis_sizes
-    }
+    by_axis = {axis: _axis(axis, report, audit, rows) for axis in audit.axis_sizes}
     return PlanCheck(rows=rows, by_axis=by_axis, report=report, audit=audit)
 
 
-def _axis(
-    axis: str, planned: int, emitted: int, rows: tuple[Compared, ...], is_bound: bool
-) -> AxisBytes:
+def _axis(axis: str, report: Report, audit: Audit, rows: tuple[Compared, ...]) -> AxisBytes:
+    planned, emitted = report.wire_bytes().get(axis, 0), audit.wire_bytes.get(axis, 0)
     if planned == emitted:
         return AxisBytes(planned=planned, emitted=emitted, verdict=EQUAL)
     reasons = dict.fromkeys(
@@ -231,8 +233,11 @@ def _axis(
         for row in rows
         if row.verdict not in _SENDS_AS_MUCH and (row.axes is None or axis in row.axes)
     )
-    if is_bound and not reasons and emitted < planned:
+    uncounted = [s for s in report.sites if s.sent is None and axis in s.axes]
+    if not reasons and emitted < planned and any(site.plan for site in uncounted):
         reasons = {UPPER_BOUND: None}
+    elif not reasons and emitted > planned and any(site.plan is None for site in uncounted):
+        reasons = {UNCERTAIN: None}
     verdict = "; ".join(reasons) or NOT_EXPLAINED
     return AxisBytes(planned=planned, emitted=emitted, verdict=verdict)
 

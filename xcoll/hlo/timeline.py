@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcoll.hlo.reader import collectives_of
 from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Event, Row
+from xcoll.hlo.spans import spans
 from xcoll.hlo.text import Module
 from xcoll.hlo.walking import COMPUTE, LOOPS, Walk
 from xcoll.hlo.work import Compute
@@ -19,7 +21,8 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
     """Returns one execution of a program on one device, as predicted.
 
     Computation follows the schedule. A collective starts where the schedule starts it; where its
-    time is longer than the computation beside it, the device waits for the rest. The first
+    time is longer than what the computation beside it hides, the device waits for the rest at its
+    done. The first
     iteration of a loop is drawn whole, the others as one event. Of a conditional, the branch that
     takes longest is drawn, while `Audit.step_s` counts all of them: without conditionals, the last
     event ends at `Audit.step_s`.
@@ -32,10 +35,7 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
     Returns:
       Events in the order of their starts; of those that start at once the longest comes first.
     """
-    by_computation: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_computation.setdefault(row.computation, {})[row.name] = row
-    walk = Walk(module, by_computation, compute)
+    walk = Walk(module, rows, spans(module, collectives_of(module)), compute)
     walk.run()
     walk.clock.flush()
     return tuple(sorted(walk.clock.events, key=_order))

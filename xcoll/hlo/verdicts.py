@@ -22,9 +22,8 @@ from xcoll.hlo.compared import (
     OTHER_END,
     PADDED,
     REMOVED,
-    SCATTERED,
+    SHIFTED,
     SLICED,
-    SPLIT,
     UNCERTAIN,
     UNDONE,
     UNREAD,
@@ -64,8 +63,9 @@ def compared(
         _uncertain,
         _loops,
         _carried,
-        _turned,
+        _undone,
         _resized,
+        _shifted,
     ):
         rule(left)
     _cut(left, given)
@@ -150,17 +150,12 @@ def _carried(left: Open) -> None:
         )
 
 
-def _turned(left: Open) -> None:
-    _turn(left, "all-reduce", "reduce-scatter", SCATTERED)
-    if left.platform == "tpu":
-        _turn(left, "reduce-scatter", "all-reduce", UNDONE)
-
-
-def _turn(left: Open, kind: str, other: str, verdict: str) -> None:
+def _undone(left: Open) -> None:
     def planned_key(item: Item) -> Hashable | None:
-        return (other, *item.key[1:]) if item.kind == kind else None
+        return ("all-reduce", *item.key[1:]) if item.kind == "reduce-scatter" else None
 
-    _pairs(left, planned_key, lambda item: item.key, verdict)
+    if left.platform == "tpu":
+        _pairs(left, planned_key, lambda item: item.key, UNDONE)
 
 
 def _resized(left: Open) -> None:
@@ -168,8 +163,8 @@ def _resized(left: Open) -> None:
         before, after = total_bytes(p), total_bytes(e)
         if not p or not e:
             continue
-        if before == after:
-            left.close(p, e, COMBINED if total(e) <= total(p) else SPLIT)
+        if before == after and total(e) <= total(p):
+            left.close(p, e, COMBINED)
         elif (
             left.platform == "tpu"
             and total(e) <= total(p)
@@ -178,6 +173,16 @@ def _resized(left: Open) -> None:
             and all(_is_tiled(item.row) for item in e if item.row is not None)
         ):
             left.close(p, e, PADDED)
+
+
+def _shifted(left: Open) -> None:
+    """Permutes that move shares of a padded reduce-scatter to where they belong without padding."""
+    for e in grouped(left.emitted, lambda item: item.axes).values():
+        padded = [line for line in left.lines if line.verdict == PADDED and line.axes == e[0].axes]
+        room = sum(line.num_bytes * (line.emitted - line.planned) for line in padded)
+        moves = [item for item in e if item.kind == "collective-permute"]
+        if 0 < total_bytes(moves) <= room:
+            left.close([], moves, SHIFTED)
 
 
 def _cut(left: Open, given: Given) -> None:

@@ -1,16 +1,13 @@
-"""One execution of a program on one device, walked along its schedule with two clocks.
-
-One clock counts computation alone, the other also what the device waits. A collective that runs
-beside computation is waited for once as much has been computed as hides of it.
-"""
+"""One execution of a program on one device, walked along its schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from xcoll.hlo.loops import trip_count
 from xcoll.hlo.rows import Event, Row
+from xcoll.hlo.spans import Span
 from xcoll.hlo.text import Computation, Instruction, Module
 from xcoll.hlo.work import Compute
 from xcoll.units import readable_time
@@ -18,7 +15,7 @@ from xcoll.units import readable_time
 COMPUTE = "compute"
 LOOPS = "loops and branches"
 
-_CALLERS = ("call", "fusion", "async-start", "while", "conditional")
+_CALLERS = ("call", "fusion", "async-start", "call-start", "while", "conditional")
 _PS = 1e-12
 
 
@@ -84,98 +81,93 @@ class Walk:
 
     Args:
       module: the program.
-      rows: its collectives, by computation and name.
+      rows: its collectives.
+      placed: where in the schedule those of them run that are asynchronous.
       compute: how long its instructions take.
 
     Attributes:
       clock: has the events once `run` has returned.
     """
 
-    def __init__(self, module: Module, rows: Mapping[str, Mapping[str, Row]], compute: Compute):
+    def __init__(
+        self, module: Module, rows: Iterable[Row], placed: Iterable[Span], compute: Compute
+    ):
         self.clock = Clock()
-        self._module, self._rows, self._compute = module, rows, compute
-        self._busy = _leading_to(module, rows)
-        # Running collectives: computation after which each is waited for, start, row.
-        self._running: list[tuple[float, float, Row]] = []
+        self._module, self._compute = module, compute
+        by_name = {row.name: row for row in rows}
+        self._spans: dict[str, dict[int, list[Span]]] = {}
+        for span in placed:
+            self._spans.setdefault(span.computation, {}).setdefault(span.steps[0], []).append(span)
+        self._rows = by_name
+        self._awaited: dict[str, dict[str, Row]] = {}  # those of no span, by computation
+        running = {span.row for span in placed}
+        for row in by_name.values():
+            if row.name not in running:
+                self._awaited.setdefault(row.computation, {})[row.name] = row
+        self._busy = _leading_to(module, (*self._spans, *self._awaited))
 
     def run(self) -> None:
         """Walks the whole program."""
         self._computation(self._module.computations[self._module.entry])
 
     def _computation(self, computation: Computation) -> None:
-        outside, self._running = self._running, []
-        started = self._rows.get(computation.name, {})
-        for i in computation.instructions.values():
-            called = self._called(i)
-            duration_s = self._compute.instruction_s(computation.name, i.name)
-            if i.name in started:
-                self._start(started[i.name])
-            if called and i.opcode == "while":
-                self._loop(computation, i, duration_s)
-            elif called and i.opcode == "conditional":
-                self._branch(i, called)
-            elif called and i.opcode == "call":
-                self._computation(self._module.computations[called[0]])
-            else:
-                for name in called:  # a fusion, or a wrapped operation
-                    self._start_inside(name)
-                self._advance(duration_s, i.name)
-        for running in sorted(self._running, key=lambda running: running[0]):
-            self._finish(*running[1:])
-        self._running = outside
+        clock = self.clock
+        spans = self._spans.get(computation.name, {})
+        awaited = self._awaited.get(computation.name, {})
+        last = len(computation.instructions) - 1
+        running: dict[int, list[tuple[float, Row]]] = {}
+        for step, i in enumerate(computation.instructions.values()):
+            for span in spans.get(step, ()):
+                clock.flush()
+                # What is done in the next iteration is waited for at the end of this one.
+                end = last if span.steps[-1] < step else span.steps[-1]
+                running.setdefault(end, []).append((clock.now_s, self._rows[span.row]))
+            if i.name in awaited:
+                self._finish(self.clock.now_s, awaited[i.name])
+            self._instruction(computation, i)
+            for start_s, row in running.get(step, ()):
+                self._finish(start_s, row)
 
-    def _called(self, i: Instruction) -> list[str]:
-        """Returns the computations that an instruction calls and that lead to a collective."""
-        if i.opcode not in _CALLERS:
-            return []
-        return [name for _, name in i.calls() if name in self._busy]
-
-    def _start_inside(self, name: str) -> None:
-        for row in self._rows.get(name, {}).values():
-            self._start(row)
-        for i in self._module.computations[name].instructions.values():
-            for inner in self._called(i):
-                self._start_inside(inner)
-
-    def _start(self, row: Row) -> None:
-        self.clock.flush()
-        if not row.exposed_s:
-            self._draw(row, self.clock.now_s)
-        elif not row.hidden_s:
-            self._finish(self.clock.now_s, row)
+    def _instruction(self, computation: Computation, i: Instruction) -> None:
+        called = [name for _, name in i.calls()] if i.opcode in _CALLERS else []
+        duration_s = self._compute.instruction_s(computation.name, i.name)
+        is_busy = not self._busy.isdisjoint(called)
+        if is_busy and i.opcode == "while":
+            self._loop(computation, i, duration_s)
+        elif is_busy and i.opcode == "conditional":
+            self._branch(i, called)
+        elif is_busy and i.opcode == "call":
+            self._computation(self._module.computations[called[0]])
         else:
-            due_s = self.clock.computed_s + row.hidden_s
-            self._running.append((due_s, self.clock.now_s, row))
+            for name in called:  # a fusion, or a wrapped operation
+                self._wait_inside(name)
+            self.clock.compute(duration_s, i.name)
+
+    def _wait_inside(self, name: str) -> None:
+        if name in self._busy:
+            for row in self._awaited.get(name, {}).values():
+                self._finish(self.clock.now_s, row)
+            for i in self._module.computations[name].instructions.values():
+                for _, inner in i.calls() if i.opcode in _CALLERS else ():
+                    self._wait_inside(inner)
 
     def _finish(self, start_s: float, row: Row) -> None:
-        self.clock.wait(row)
-        self._draw(row, max(start_s, self.clock.now_s - (row.time_s or 0.0)))
-
-    def _draw(self, row: Row, start_s: float) -> None:
+        """Draws a collective that has started, and waits for what of it is exposed."""
+        clock = self.clock
+        clock.flush()
+        if row.exposed_s:
+            clock.wait(row)
+            start_s = max(start_s, clock.now_s - (row.time_s or 0.0))
         notes = [] if row.time_s is not None else ["its time is not known"]
         notes += ["only if its branch is taken"] if row.conditional else []
         name, duration_s = row.transfer or row.kind, row.time_s or 0.0
-        self.clock.add(track_of(row), name, start_s, duration_s, row.name, "; ".join(notes))
-
-    def _advance(self, duration_s: float, name: str) -> None:
-        """Computes for so long; what is to be waited for meanwhile is waited for."""
-        while duration_s > 0:
-            running = min(self._running, key=lambda running: running[0], default=None)
-            left_s = duration_s if running is None else running[0] - self.clock.computed_s
-            if running is None or left_s > duration_s - _PS:
-                self.clock.compute(duration_s, name)
-                return
-            if left_s > _PS:
-                self.clock.compute(left_s, name)
-                duration_s -= left_s
-            self._running.remove(running)
-            self._finish(*running[1:])
+        clock.add(track_of(row), name, start_s, duration_s, row.name, "; ".join(notes))
 
     def _loop(self, computation: Computation, i: Instruction, duration_s: float) -> None:
         """Walks the first iteration; the others are one event."""
         trips = trip_count(self._module, computation.name, i)
         if trips == 0:
-            return self._advance(duration_s, i.name)
+            return self.clock.compute(duration_s, i.name)
         clock = self.clock
         clock.flush()
         start_s, computed_s = clock.now_s, clock.computed_s
@@ -222,7 +214,7 @@ def track_of(row: Row) -> str:
     return "+".join(levels or row.axes or ()) or "collectives"
 
 
-def _leading_to(module: Module, names: Mapping[str, object]) -> frozenset[str]:
+def _leading_to(module: Module, names: Iterable[str]) -> frozenset[str]:
     """Returns these computations and all that call them, however far."""
     callers: dict[str, list[str]] = {}
     for computation in module.computations.values():
