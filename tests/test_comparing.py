@@ -149,6 +149,11 @@ def test_what_is_hard_to_compare_is_said():
         assert note in str(compared)
 
 
+def test_the_same_way_of_timing_with_another_figure_is_no_difference():
+    first = audit(compute_source="optimal_seconds of the compiler (1e-06 s)")
+    assert compare(first, audit(compute_source="optimal_seconds of it (2e-06 s)")).notes == ()
+
+
 def test_json():
     data = json.loads(compare(audit(row("a")), audit(row("b", num_bytes=4096))).to_json())
     assert data["notes"] == []

@@ -68,7 +68,8 @@ class Budget:
 def read_budget(source: str | os.PathLike[str] | Mapping[str, Any] | Budget) -> Budget:
     """Reads a budget.
 
-    All limits are for one device and one execution of the program::
+    All limits are for one device and one execution of the program, in which every branch counts
+    as taken::
 
         [wire_bytes]          # that the busiest device sends over a mesh axis
         data = "64MiB"        # or 67108864
