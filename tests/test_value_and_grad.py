@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import xcoll
-from xcoll import Policy, codecs, gradients, hlo
+from xcoll import Policy, codecs, hlo
 from xcoll.gradients import value_and_grad
 
 P = jax.P
@@ -74,6 +73,11 @@ def assert_replicas_alike(tree):
             assert seen.setdefault(str(shard.index), bits) == bits
 
 
+def gathers_over_model(program, mesh):
+    rows = [row for row in hlo.collectives(program) if "model" in hlo.axes_of(row, mesh)]
+    return sum(row.kind == "all-gather" for row in rows)
+
+
 def kept(step):
     return [site.kept_reason for site in step.reports[-1].sites]
 
@@ -86,7 +90,7 @@ def test_the_gradients_of_the_whole_batch(kind, how):
     ring = Policy(algorithm="ring")
     # Outside jit arrays show how they are divided; inside, types of Explicit axes do.
     specs = SPECS if (kind, how) == ("Auto", "jit") else None
-    for policy in (None, ring):
+    for policy in (None, ring) if kind == "Auto" else (ring,):
         step = value_and_grad(loss, mesh=mesh, policy=policy, param_specs=specs)
         got = (jax.jit(step) if how == "jit" else step)(params, x, y)
         assert_equal(got, plain(loss, params, x, y))
@@ -111,7 +115,6 @@ def test_the_mesh_is_that_of_the_context_or_of_the_arguments():
     params, (x, y) = params_on(mesh), batch_on(mesh)
     want = plain(loss, params, x, y)
     step = value_and_grad(loss, param_specs=SPECS)
-    assert_equal(step(params, x, y), want)
     assert_equal(jax.jit(step)(params, x, y), want)
     numpy = jax.tree.map(np.asarray, (params, x, y))
     with jax.set_mesh(mesh):
@@ -124,7 +127,7 @@ def test_the_mesh_is_that_of_the_context_or_of_the_arguments():
 def test_types_of_explicit_axes_are_met():
     """A batch that lies otherwise is divided, where jax.shard_map alone would refuse it."""
     mesh = mesh_of("Explicit")
-    params, (x, y) = params_on(mesh), batch_on(mesh)
+    x = batch_on(mesh)[0]
     elsewhere = jax.device_put(x, jax.NamedSharding(mesh, P("model", "data")))
     step = value_and_grad(lambda p, x: jnp.mean((x * p) ** 2), mesh=mesh)
     weights = jax.device_put(integers(4), jax.NamedSharding(mesh, P()))
@@ -143,7 +146,7 @@ def test_argnums_and_keywords():
         return jnp.mean(scale["a"] * (x @ w) ** 2 + offset)
 
     offset = integers(16, seed=5)
-    for argnums in (1, (1,), (2, 1), [2]):
+    for argnums in ((2, 1), [2]):
         in_axes = (0, None, None, None)  # Of [2], w is the same on all ranks too.
         step = value_and_grad(fun, argnums, mesh=mesh, in_axes=in_axes)
         want = jax.value_and_grad(fun, argnums)(np.asarray(x), w, scale, "square", offset=offset)
@@ -245,7 +248,7 @@ def rows_by_loop(w, x):
 
 
 def rows_that_count(w, x):
-    """Of rows that are not padding: their number is that of all ranks, as far as there are ranks."""
+    """Of rows that are not padding: their number is all ranks', where there are ranks."""
     is_real = x[:, 0] != 0
     count = jnp.sum(is_real.astype(jnp.float32))
     if xcoll._compat.bound_axes():
@@ -312,7 +315,8 @@ def test_a_nan_of_one_rank_shows():
     w, x = integers(4), integers(16, 4, seed=3)
     x[13, 2] = np.nan
     fun = lambda w, x: jnp.mean(x @ w)  # noqa: E731
-    for policy in (None, Policy(algorithm="ring"), Policy(codec="int8", algorithm="direct", min_bytes=0)):  # fmt: skip
+    int8 = Policy(codec="int8", algorithm="direct", min_bytes=0)
+    for policy in (Policy.native(), int8):
         step = jax.jit(value_and_grad(fun, mesh=mesh, policy=policy, param_specs=P()))
         value, grad = step(w, x)
         assert np.isnan(value) and np.isnan(grad[2])
@@ -322,7 +326,6 @@ def test_a_nan_of_one_rank_shows():
 def test_keys_tables_and_in_axes():
     mesh = mesh_of()
     w, x, table = integers(4), integers(16, 4, seed=3), integers(8, seed=5)
-    keys = [jax.random.key(0), jax.random.PRNGKey(0)]
 
     def fun(w, batch, key, scale):
         assert batch["x"].shape == ((4, 4) if xcoll._compat.bound_axes() else (16, 4))
@@ -330,12 +333,12 @@ def test_keys_tables_and_in_axes():
         noise = jax.random.randint(key, (4,), 0, 3).astype(jnp.float32)
         return jnp.mean((batch["x"] * noise) @ w) * batch["table"][7] * scale
 
-    for key in keys:
-        step = value_and_grad(fun, mesh=mesh, in_axes=(None, {"x": 0, "table": None}, None, 0))
-        args = (w, {"x": x, "table": table}, key, np.float32(2))
-        assert_equal(step(*args), jax.value_and_grad(fun)(*args))
-        keyed = value_and_grad(lambda w, x, key: fun(w, {"x": x, "table": table}, key, 2.0), mesh=mesh)  # fmt: skip
-        assert_equal(keyed(w, x, key), jax.value_and_grad(fun)(*args))
+    step = value_and_grad(fun, mesh=mesh, in_axes=(None, {"x": 0, "table": None}, None, 0))
+    args = (w, {"x": x, "table": table}, jax.random.key(0), np.float32(2))
+    want = jax.jit(jax.value_and_grad(fun))(*args)
+    assert_equal(jax.jit(step)(*args), want)
+    keyed = value_and_grad(lambda w, x, key: fun(w, {"x": x, "table": table}, key, 2.0), mesh=mesh)
+    assert_equal(jax.jit(keyed)(w, x, jax.random.PRNGKey(0)), want)
     columns = value_and_grad(lambda w, x: jnp.mean(w @ x), mesh=mesh, in_axes=-1)
     assert_equal(columns(w, x.T), jax.value_and_grad(lambda w, x: jnp.mean(w @ x))(w, x.T))
 
@@ -345,17 +348,14 @@ def test_ranks_may_draw_for_themselves():
         own = jax.random.fold_in(key, lax.axis_index(AXES))
         return jnp.mean(w * jax.random.uniform(own, x.shape))
 
-    _, got = value_and_grad(fun, mesh=mesh_of())(jnp.float32(1), np.ones(4, np.float32), jax.random.key(0))  # fmt: skip
+    args = (jnp.float32(1), np.ones(4, np.float32), jax.random.key(0))
+    _, got = jax.jit(value_and_grad(fun, mesh=mesh_of()))(*args)
     keys = [jax.random.fold_in(jax.random.key(0), rank) for rank in range(4)]
     want = np.mean([jax.random.uniform(key, (1,)) for key in keys], dtype=np.float64)
     np.testing.assert_allclose(got, want, rtol=4 * 2.0**-24)
 
 
 WIDE = {"up": P(None, "model"), "down": P("model")}
-
-
-def wide_loss(p, x):
-    return jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"])
 
 
 def wide_params(mesh):
@@ -389,12 +389,10 @@ def test_int8_over_the_slow_axis(kind):
     assert kept(step) == [None, None]
     assert all("dcn" in s.axes and s.plan.is_lossy and "/int8" in s.plan.name for s in report.sites)
     crossing = [row for row in hlo.collectives(program) if "dcn" in hlo.axes_of(row, mesh)]
-    dtypes = {d: 0 for row in crossing for d in row.dtypes}
-    assert "s8" in dtypes
+    assert "s8" in {dtype for row in crossing for dtype in row.dtypes}
     exact = value_and_grad(fun, mesh=mesh, policy=Policy.native(), param_specs=WIDE)
     native = jax.jit(exact).lower(params, x).compile()
-    gathers = [[r for r in hlo.collectives(p) if r.kind == "all-gather" and "model" in hlo.axes_of(r, mesh)] for p in (program, native)]  # fmt: skip
-    assert len(gathers[0]) <= len(gathers[1])
+    assert gathers_over_model(program, mesh) == gathers_over_model(native, mesh) == 0
     assert hlo.wire_bytes(program, mesh)["model"] == hlo.wire_bytes(native, mesh)["model"]
     # Codes of 8 bits and a byte a block of 256, for 32.
     assert hlo.wire_bytes(program, mesh)["dcn"] <= 0.27 * hlo.wire_bytes(native, mesh)["dcn"]
@@ -408,3 +406,186 @@ def test_int8_over_the_slow_axis(kind):
         bound = site.plan.max_error * sum(np.abs(g[name]).max() for g in ranks) / 4
         error = np.abs(np.asarray(got[name]) - want[1][name]).max()
         assert 0 < error <= bound
+
+
+def test_where_the_cut_is_not_known_the_sum_is_exact_and_said():
+    mesh = mesh_of()
+    params, (x, y) = params_on(mesh), batch_on(mesh)
+    policy = Policy(codec="int8", algorithm="direct", min_bytes=0)
+    step = value_and_grad(loss, mesh=mesh, policy=policy)
+    with pytest.warns(xcoll.XcollWarning, match="3 of 3 parameters .* over model .*param_specs="):
+        got = jax.jit(step)(params, x, y)
+    assert_equal(got, plain(loss, params, x, y))
+    assert all("is not known" in reason for reason in kept(step))
+    quiet = value_and_grad(loss, mesh=mesh, policy=Policy(algorithm="ring"))
+    jax.jit(quiet).lower(params, x, y)
+    assert all("is not known" in reason for reason in kept(quiet))
+
+
+def test_parameters_divided_over_a_data_axis():
+    """An error where all data axes are manual; by the partitioner where the axis is left to it."""
+    mesh = mesh_of()
+    specs = {"up": P("data", "model"), "down": P("model", "data"), "bias": P()}
+    params, (x, y) = params_on(mesh, specs), batch_on(mesh)
+    message = r"\['down'\] is divided over 'data' by .*axis_name=\('dcn',\), which shards"
+    with pytest.raises(ValueError, match=message):
+        value_and_grad(loss, mesh=mesh)(params, x, y)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(value_and_grad(loss, mesh=mesh, param_specs=specs))(params, x, y)
+    ring = Policy(algorithm="ring")
+    step = value_and_grad(loss, mesh=mesh, axis_name="dcn", param_specs=specs, policy=ring)
+    got = jax.jit(step)(params, x, y)
+    assert_equal(got, plain(loss, params, x, y))
+    assert kept(step) == [None] * 3
+    for name, grad in got[1].items():
+        assert grad.sharding.is_equivalent_to(params[name].sharding, grad.ndim)
+
+
+def test_training_with_optax_and_donated_parameters():
+    mesh = mesh_of()
+    params, (x, y) = params_on(mesh), batch_on(mesh)
+    optimizer = optax.sgd(0.5)
+    ours = value_and_grad(loss, mesh=mesh, param_specs=SPECS, policy=Policy(algorithm="ring"))
+
+    def step(gradients, params, state, x, y):
+        value, grads = gradients(params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    host = jax.tree.map(np.array, (params, optimizer.init(params), x, y))
+    want = jax.jit(step, static_argnums=0)(jax.value_and_grad(loss), *host)
+    run = jax.jit(step, static_argnums=0, donate_argnums=1)
+    assert_equal(run(ours, params, optimizer.init(params), x, y), want)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+    (report,) = ours.reports
+    # The line of the step that called it.
+    assert report.sites[0].source.partition(":")[0] == __file__
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        init = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, "model"))
+        self.inner = nnx.Linear(4, 8, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        return self.inner(x)
+
+
+def test_nnx_models_are_split():
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        model = Model()
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    params = jax.tree.map(lambda _: jnp.asarray(integers(4, 8)), params)
+    x = integers(16, 4, seed=3)
+
+    def fun(params, x, rest):
+        model = nnx.merge(graph, params, rest, copy=True)
+        value = jnp.mean(model(x) ** 2)
+        return value, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+    step = value_and_grad(
+        fun, has_aux=True, mesh=mesh, param_specs=nnx.get_partition_spec(params),
+        policy=Policy(algorithm="ring"), in_axes=(None, 0, None),
+    )  # fmt: skip
+    got = jax.jit(step)(params, x, rest)
+    assert_equal(got, jax.jit(jax.value_and_grad(fun, has_aux=True))(params, x, rest))
+    assert isinstance(got[1], nnx.State) and got[0][1] == {"calls": 1}
+    assert kept(step) == [None]
+    with pytest.raises(xcoll.UnsupportedError, match=r"NNX module.*nnx\.split"):
+        value_and_grad(lambda m, x: jnp.mean(m(x)), mesh=mesh)(model, x)
+
+
+def test_switched_off_and_inside_optimize():
+    mesh = mesh_of()
+    w, x = integers(4), integers(16, 4, seed=3)
+    step = value_and_grad(rows_by_vmap, mesh=mesh, param_specs=P(), policy=Policy(algorithm="ring"))
+    want = plain(rows_by_vmap, w, x)
+    with xcoll.disable():
+        assert_equal(jax.jit(step)(w, x), want)
+    assert step.reports == []
+    outer = xcoll.optimize(lambda w, x: step(w, x))
+    assert_equal(jax.jit(outer)(w, x), want)
+    assert len(step.reports) == 1 and kept(step) == [None]
+    reasons = [site.kept_reason for site in outer.reports[-1].sites]
+    assert "an inner policy or optimize has planned it already" in reasons
+
+
+OPTIONS = {
+    "fun": (dict(fun=3), TypeError, r"value_and_grad\(fun=3\): must be a function"),
+    "aux_op": (dict(aux_op="sum"), ValueError, "has_aux is False"),
+    "mesh": (dict(mesh=(2, 2)), TypeError, r"mesh=\(2, 2\)\): must be a jax.sharding.Mesh"),
+    "axis_name": (dict(axis_name=("data", "data")), ValueError, "must name each axis once"),
+    "policy": (dict(policy="int8"), TypeError, r"value_and_grad\(policy='int8'"),
+    "topology": (dict(topology=8), TypeError, r"value_and_grad\(topology=8\)"),
+    "random": (
+        dict(policy=Policy(codec=codecs.int8(rounding="stochastic"))),
+        xcoll.UnsupportedError,
+        "rounds at random, and there is no key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_are_wrong(name):
+    options, error, message = OPTIONS[name]
+    with pytest.raises(error, match=message):
+        value_and_grad(**{"fun": loss} | options)
+
+
+W, X = np.ones(4, np.float32), np.ones((16, 4), np.float32)
+# fmt: off
+CALLS = {
+    "rows": (
+        {}, (W, X[:6]), ValueError,
+        r"dimension 0 of argument 'x' of shape \(6, 4\) has 6 elements; it is divided over the 4"
+        r" ranks of \('dcn', 'data'\) and must be a multiple of them: pad the batch",
+    ),
+    "leaf": ({}, (W, {"a": X[:6]}), ValueError, r"argument \"x\['a'\]\" of shape"),
+    "axis": (dict(axis_name="dta"), (W, X), xcoll.UnknownAxisError, "Did you mean 'data'"),
+    "argnums": (dict(argnums=2), (W, X), ValueError, "2 is out of range for 2 positional"),
+    "argnums twice": (dict(argnums=(0, -2)), (W, X), ValueError, "must name each argument once"),
+    "argnums name": (dict(argnums="w"), (W, X), TypeError, "must be an integer or a tuple"),
+    "in_axes": (dict(in_axes="x"), (W, X), TypeError, "must be an integer, None, or a tuple"),
+    "in_axes few": (dict(in_axes=(0,)), (W, X), ValueError, "1 entries for 2 positional"),
+    "in_axes of w": (dict(in_axes=(0, 0)), (W, X), ValueError, "its entry must be None"),
+    "in_axes large": (dict(in_axes=2), (W, X), ValueError, "out of range for argument 'x' of"),
+    "in_axes tree": (dict(in_axes=(None, {"a": 0})), (W, X), ValueError, "no pytree prefix of"),
+    "in_axes kind": (dict(in_axes=(None, "a")), (W, X), TypeError, "'a' for 'x': must be an int"),
+    "specs": (dict(param_specs="model"), (W, X), TypeError, "is no jax.sharding.PartitionSpec"),
+    "specs axis": (dict(param_specs=P("modle")), (W, X), ValueError, "Did you mean 'model'"),
+    "specs long": (dict(param_specs=P(None, "model")), (W, X), ValueError, "has more entries"),
+    "specs tree": (dict(param_specs={"a": P()}), (W, X), ValueError, "no pytree prefix of the"),
+    "integers": ({}, (np.ones(4, np.int32), X), TypeError, "grad requires real"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_that_are_wrong(name):
+    options, args, error, message = CALLS[name]
+    step = value_and_grad(lambda w, x: jnp.mean(x @ w), mesh=mesh_of(), **options)
+    with pytest.raises(error, match=message):
+        step(*args)
+
+
+def test_inside_a_manual_computation():
+    mesh = mesh_of()
+    step = value_and_grad(lambda w, x: jnp.mean(x @ w), axis_name="data")
+
+    def body(w, x):
+        return step(w, x)[1][None]
+
+    inside = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"axis 'data' is manual here already.*gradients\.sync"):
+        inside(W, X)
+    # Over another axis it may be: each slice has a batch and gradients of its own.
+    beside = jax.shard_map(
+        body, mesh=mesh, in_specs=(P(), P("dcn")), out_specs=P("dcn"), axis_names={"dcn"},
+        check_vma=False,
+    )  # fmt: skip
+    x = np.arange(64, dtype=np.float32).reshape(16, 4)
+    want = np.stack([x[:8].mean(0), x[8:].mean(0)])
+    np.testing.assert_array_equal(jax.jit(beside)(W, x), want)

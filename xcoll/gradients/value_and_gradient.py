@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from xcoll import collectives, cut_rules, graphs
@@ -178,7 +179,7 @@ class ValueAndGrad:
             raise UnsupportedError(
                 "value_and_grad: an argument is a Flax NNX module, whose state a traced call would"
                 " change on a copy; split it: graph, params, rest = nnx.split(model, nnx.Param,"
-                " ...), give params and rest, and nnx.merge(graph, params, rest) in fun"
+                " ...), give params and rest, and nnx.merge(graph, params, rest, copy=True) in fun"
             )
         positions = _positions(self._argnums, len(args))
         mesh = arguments.mesh_of(self._mesh, (args, kwargs), self._axes)
@@ -195,9 +196,11 @@ class ValueAndGrad:
         batch = [arguments.placed(leaves[i], spec, self._axes, mesh) for i, spec in traced.items()]
         # Beside axes of the partitioner XLA refuses a sum over axes of one rank only.
         ranks = tuple(axis for axis in self._axes if mesh.shape[axis] > 1)
+        # Tracing the body forgets it, and the report shall name the line.
+        caller = source_info_util.current().traceback
         aux_tree: Any = None
 
-        def body(params: tuple[Any, ...], batch: list[Any]) -> Any:
+        def on_ranks(params: tuple[Any, ...], batch: list[Any]) -> Any:
             nonlocal aux_tree
             inside = list(leaves)
             for i, part in zip(traced, batch, strict=True):
@@ -211,13 +214,16 @@ class ValueAndGrad:
             )
             value, aux = out if self._has_aux else (out, ())
             aux_tree = jax.tree.structure(aux)
-            same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, ranks)
-            value = auxiliary.in_float32(collectives.pmean, value, ranks)
-            return value, self._mean(grads, cuts, ranks), same, rows
+            names = source_info_util.current_name_stack()
+            with source_info_util.user_context(caller, name_stack=names):
+                same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, ranks)
+                value = auxiliary.in_float32(collectives.pmean, value, ranks)
+                grads = self._mean(grads, cuts, ranks)
+            return value, grads, same, rows
 
         whole, split = PartitionSpec(), PartitionSpec(self._axes)
         run = jax.shard_map(
-            body,
+            on_ranks,
             mesh=mesh,
             in_specs=(whole, list(traced.values())),
             out_specs=(whole, whole, whole, split),
@@ -226,7 +232,8 @@ class ValueAndGrad:
             # starts as zeros is an error.
             check_vma=False,
         )
-        value, grads, same, rows = run(params, batch)
+        # Called outside of a program, it would else be run operation by operation.
+        value, grads, same, rows = jax.jit(run)(params, batch)
         if not self._has_aux:
             return value, grads
         aux = jax.tree.unflatten(aux_tree, auxiliary.merge(same, rows))
