@@ -26,6 +26,11 @@ def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
     return -(-num_bytes * PS // bytes_per_s)
 
 
+def _share(num_bytes: int, parts: int, of: int) -> int:
+    """Returns the bytes of some of as many equal parts, rounded up."""
+    return -(-num_bytes * parts // of)
+
+
 def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_bytes: int) -> int:
     """Returns the predicted time of XLA's own collective.
 
@@ -64,12 +69,12 @@ def _cpu(
     """One process: shared memory. Several: Gloo, whose all-reduce is one flat ring."""
     digits = _hosts_outside(digits)
     whole = num_bytes * ranks if collective == "all_gather" else num_bytes
-    passed = whole if collective == "all_reduce" else whole * (ranks - 1) // ranks
+    passed = whole if collective == "all_reduce" else _share(whole, ranks - 1, ranks)
     work = transfer_ps(passed, device.memory_bytes_per_s)
     if device.num_hosts == 1:
         return work
     steps = (2 if collective == "all_reduce" else 1) * (ranks - 1)
-    share = -(-whole // ranks)
+    share = _share(whole, 1, ranks)
     duplex = int(figure("cpu", f"duplex_{collective}"))
     if collective == "all_to_all":
         # Every rank sends a share to every other; those to other hosts pass the uplink.
@@ -77,7 +82,7 @@ def _cpu(
         for digit in digits:
             level = digit.level
             if level.link.network != "memory":
-                crossing = share * ranks * (level.size - 1) // level.size * level.shared_by
+                crossing = _share(share * ranks, level.size - 1, level.size) * level.shared_by
                 time = max(time, transfer_ps(crossing, level.bandwidth_bytes_per_s))
         latency = max((d.level.link.latency_ps for d in digits), default=0)
         return work + time * duplex // 100 + steps * (device.step_ps + latency)
@@ -114,8 +119,9 @@ def _tpu(
     time = 0
     chips = [d.stride for d in (*cores, *torus)]
     is_cut = slices and chips and max(d.stride for d in slices) > min(chips)
-    torus = _dimensions(torus)
-    for group in (cores, torus, slices):
+    inside = (cores, _dimensions(torus))
+    outside = sorted(_dimensions(slices), key=lambda d: -d.level.bandwidth_bytes_per_s)
+    for group in (*inside, *([digit] for digit in outside)):
         size = math.prod(d.level.size for d in group)
         if size == 1:
             continue
@@ -124,22 +130,22 @@ def _tpu(
             time += latency + max(_exchange(d, num_bytes) for d in group)
             continue
         rate = sum(_ring_rate(d) for d in group)
-        sweep = transfer_ps(left * (size - 1) // size, rate)
-        is_undone = collective == "reduce_scatter" and is_cut and group is not slices
+        sweep = transfer_ps(_share(left, size - 1, size), rate)
+        is_undone = collective == "reduce_scatter" and is_cut and group in inside
         if collective == "all_reduce" or is_undone:
             # Small payloads go to everyone at once: fewer hops, more bytes.
             at_once = latency + transfer_ps(left * (size - 1), rate)
             time += min(2 * (latency + sweep), at_once)
         else:
             time += latency + sweep
-        left //= size
+        left = _share(left, 1, size)
     return time
 
 
-def _dimensions(torus: list[Digit]) -> list[Digit]:
+def _dimensions(digits: list[Digit]) -> list[Digit]:
     """Joins the pieces of each dimension, wherever they stand among the ranks: one set of links."""
     out: list[Digit] = []
-    for digit in sorted(torus, key=lambda d: (d.level.dimension, d.level.stride)):
+    for digit in sorted(digits, key=lambda d: (d.level.dimension, d.level.stride)):
         low, high = out[-1].level if out else None, digit.level
         if (
             low is not None
@@ -170,10 +176,10 @@ def _exchange(digit: Digit, num_bytes: int) -> int:
     """All-to-all along one level: what passes the middle, or the port."""
     level = digit.level
     if level.link.network != "torus":
-        crossing = num_bytes * (level.size - 1) // level.size * level.shared_by
+        crossing = _share(num_bytes, level.size - 1, level.size) * level.shared_by
         return transfer_ps(crossing, level.bandwidth_bytes_per_s)
     eighths = level.size if level.is_ring else 2 * level.size
-    crossing = num_bytes * eighths * level.stride * level.shared_by // 8
+    crossing = _share(num_bytes * level.stride * level.shared_by, eighths, 8)
     return transfer_ps(crossing, level.bandwidth_bytes_per_s)
 
 
@@ -194,7 +200,7 @@ def _gpu(
         return _nccl_all_to_all(digits, whole, ranks, nodes, per_node)
     factor = 2 if collective == "all_reduce" else 1
     steps, between = factor * (ranks - 1), factor * (nodes - 1)
-    sent = whole if collective == "broadcast" else factor * whole * (ranks - 1) // ranks
+    sent = whole if collective == "broadcast" else _share(factor * whole, ranks - 1, ranks)
     times = []
     for p, percent in enumerate(_nccl("protocol_bandwidth")):
         hop = _nccl("network_ring")[p]
@@ -224,7 +230,7 @@ def _xla_kernels(num_bytes: int, ranks: int, rate: int) -> Iterator[int]:
     if num_bytes <= figure("nccl", "xla_one_shot"):
         yield hop + transfer_ps(num_bytes * (ranks - 1), rate)
     if num_bytes <= figure("nccl", "xla_two_shot"):
-        yield 2 * hop + transfer_ps(2 * num_bytes * (ranks - 1) // ranks, rate)
+        yield 2 * hop + transfer_ps(_share(2 * num_bytes, ranks - 1, ranks), rate)
 
 
 def _nvls(device: Device, collective: str, num_bytes: int, nodes: int, rate: int) -> list[int]:
@@ -249,7 +255,7 @@ def _nccl_all_to_all(
     for digit in digits:
         level = digit.level
         peers = ranks - per_node if level.link.kind != "nvlink" else per_node - 1
-        crossing = num_bytes * peers // ranks * level.shared_by
+        crossing = _share(num_bytes, peers, ranks) * level.shared_by
         time = max(time, transfer_ps(crossing, level.bandwidth_bytes_per_s))
     # Peers are served a batch at a time.
     batches = -(-(ranks - 1) // int(figure("nccl", "p2p_batch")))
