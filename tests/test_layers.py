@@ -22,6 +22,7 @@ LAYERS = (
         "emitted",
         "pieces",
         "accounting",
+        "routes",
         "simulate",
         "aot",
     ),
@@ -70,7 +71,7 @@ LAYERS = (
     ),
     ("calls", "collectives", "rooted", "sharding"),
     ("graphs", "transform", "deviation", "measure", "gradients", "hlo"),
-    ("typed", "cli", "__init__"),
+    ("typed", "commands", "cli", "__init__"),
 )
 """From the bottom: a module imports its own layer or lower ones, and never in a circle."""
 

@@ -28,6 +28,11 @@ from xcoll.errors import ScheduleError as ScheduleError
 from xcoll.errors import UnknownAxisError as UnknownAxisError
 from xcoll.errors import UnsupportedError as UnsupportedError
 from xcoll.errors import XcollWarning as XcollWarning
+from xcoll.hlo.auditing import audit as audit
+from xcoll.hlo.budget_checks import assert_budget as assert_budget
+from xcoll.hlo.planned import PlanCheck as PlanCheck
+from xcoll.hlo.planned import check_plan as check_plan
+from xcoll.hlo.result import Audit as Audit
 from xcoll.measure import Measured as Measured
 from xcoll.measure import measure_error as measure_error
 from xcoll.mesh_analysis import explain_mesh as explain_mesh

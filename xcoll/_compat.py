@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -86,10 +87,14 @@ def _user_line(traceback: Any) -> str | None:
     return None
 
 
+_LIBRARIES = ("xcoll", "xcoll_kernels", "optax", "flax", "jax", "jaxlib")
+_INSTALLED = re.compile(rf"[/\\](?:site|dist)-packages[/\\](?:{'|'.join(_LIBRARIES)})[/\\]")
+
+
 def is_users(file_name: str) -> bool:
     """Whether a frame's file is the user's own, and not of the libraries in between."""
-    libraries = [m for m in ("xcoll", "optax", "flax", "jax") if m in sys.modules]
-    return not file_name.startswith(tuple(map(_directory, libraries)))
+    imported = (_directory(module) for module in _LIBRARIES if module in sys.modules)
+    return not _INSTALLED.search(file_name) and not file_name.startswith(tuple(imported))
 
 
 def _directory(module: str) -> str:

@@ -1,123 +1,23 @@
-"""The audit of one compiled program, as data: rows, totals, JSON."""
+"""The audit of one compiled program, as people get it: findings that can be printed and written."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from xcoll import records
-from xcoll.hlo.rows import Advice, Event, Row
-from xcoll.memory import Memory
-
-_JSON_VERSION = 1
+from xcoll.hlo.findings import Findings
+from xcoll.hlo.show import show, text
+from xcoll.hlo.timeline import write_timeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit:
+class Audit(Findings):
     """Every collective of a compiled program, made by `xcoll.audit`.
 
-    Attributes:
-      rows: one a collective operation, in program order.
-      axis_sizes: the mesh's axes and their sizes, in its order.
-      topology: what the mesh lies on, in words; its first line is the name.
-      wire_bytes: bytes that the busiest device sends over each mesh axis in one execution of the
-        program; collectives in loops of unknown length count once.
-      level_bytes: the same by physical dimension; empty where the topology is not known.
-      compute_s: predicted time that a device computes in one execution; None where unknown.
-      compute_source: where ``compute_s`` comes from, in words.
-      memory: what the program uses of a device's memory; None where XLA does not say.
-      advice: what the author is likely to want to change.
-      events: the program in time, for `timeline`.
+    Print it for a table. Its rows, totals and advice are those of `xcoll.hlo.findings.Findings`;
+    ``to_json`` and ``from_json`` keep it in a file.
     """
-
-    rows: tuple[Row, ...]
-    axis_sizes: dict[str, int]
-    topology: str
-    wire_bytes: dict[str, int]
-    level_bytes: dict[str, int]
-    compute_s: float | None
-    compute_source: str
-    memory: Memory | None
-    advice: tuple[Advice, ...]
-    events: tuple[Event, ...]
-
-    @property
-    def communication_s(self) -> float | None:
-        """Predicted time of all collectives, one after another; None where not all is known."""
-        return _total((row.time_s, row.runs) for row in self.rows)
-
-    @property
-    def exposed_s(self) -> float | None:
-        """The part of it that the device waits; None where not all is known."""
-        return _total((row.exposed_s, row.runs) for row in self.rows)
-
-    @property
-    def step_s(self) -> float | None:
-        """Predicted time of the program: computation and exposed communication."""
-        if self.compute_s is None or self.exposed_s is None:
-            return None
-        return self.compute_s + self.exposed_s
-
-    @property
-    def exposed_share(self) -> float | None:
-        """Exposed communication as a fraction of ``step_s``."""
-        if self.exposed_s is None or not self.step_s:
-            return None
-        return self.exposed_s / self.step_s
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every row was read, and runs a known number of times."""
-        return all(not row.unread and row.executions is not None for row in self.rows)
-
-    def counts(self) -> dict[str, int]:
-        """Returns the number of collective operations in the program by kind, in rows."""
-        return dict(Counter(row.kind for row in self.rows))
-
-    def row(self, name: str) -> Row:
-        """Returns the row of an instruction.
-
-        Raises:
-          KeyError: there is none of that name.
-        """
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"no collective {name!r}; there are {[row.name for row in self.rows]}")
-
-    def to_json(self) -> str:
-        """Returns the audit as JSON text; `from_json` reads it back, equal."""
-        totals = {
-            "communication_s": self.communication_s,
-            "exposed_s": self.exposed_s,
-            "step_s": self.step_s,
-            "exposed_share": self.exposed_share,
-            "counts": self.counts(),
-        }
-        return json.dumps({"version": _JSON_VERSION, "totals": totals, **asdict(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Audit:
-        """Returns the audit that `to_json` wrote.
-
-        Raises:
-          ValueError: the text is not such an audit: no JSON, another version, a field that is
-            missing, unknown, or has a wrong value.
-        """
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
-                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
-            fields = {k: v for k, v in data.items() if k not in ("version", "totals")}
-            made: Audit = records.read(cls, fields, "audit")
-        except (ValueError, TypeError) as err:
-            raise ValueError(f"Audit.from_json: not an audit written by to_json: {err}") from err
-        except RecursionError:
-            raise ValueError("Audit.from_json: the text is nested too deeply") from None
-        return made
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes one execution of the program, as predicted, for Perfetto (ui.perfetto.dev).
@@ -125,25 +25,10 @@ class Audit:
         Args:
           path: a JSON file in Chrome's trace event format; replaced if it is there.
         """
-        from xcoll.hlo.timeline import write_timeline
-
         write_timeline(self, path)
 
     def __rich__(self) -> Any:
-        from xcoll.hlo.show import show
-
         return show(self)
 
     def __str__(self) -> str:
-        from xcoll.hlo.show import text
-
         return text(self)
-
-
-def _total(times: Any) -> float | None:
-    total = 0.0
-    for time_s, runs in times:
-        if time_s is None and runs:
-            return None
-        total += (time_s or 0.0) * runs
-    return total

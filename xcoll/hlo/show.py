@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from xcoll.hlo.result import Audit
+from xcoll.hlo.findings import Findings
 from xcoll.hlo.rows import Row
 from xcoll.units import readable_bytes, readable_time
 
@@ -29,7 +29,7 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 )
 
 
-def show(audit: Audit) -> Any:
+def show(audit: Findings) -> Any:
     """Returns what rich prints for an audit: rows alike are one, the costliest first."""
     table = Table(
         title=f"xcoll: {_summary(audit)}",
@@ -54,7 +54,7 @@ def show(audit: Audit) -> Any:
     return Group(*parts)
 
 
-def text(audit: Audit) -> str:
+def text(audit: Findings) -> str:
     """Returns the same as plain text, for a terminal of at least 100 columns."""
     out = io.StringIO()
     Console(file=out, width=max(100, shutil.get_terminal_size((100, 40)).columns)).print(
@@ -63,14 +63,14 @@ def text(audit: Audit) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 
 
-def _summary(audit: Audit) -> str:
+def _summary(audit: Findings) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in audit.axis_sizes.items())
     number = len(audit.rows)
     found = f"{number} collective{'' if number == 1 else 's'}" if number else "no collective"
     return f"{found} in the compiled program, mesh ({mesh}) on {audit.topology.splitlines()[0]}"
 
 
-def _alike(audit: Audit) -> list[list[Row]]:
+def _alike(audit: Findings) -> list[list[Row]]:
     groups: dict[Any, list[Row]] = {}
     for row in audit.rows:
         key = (row.kind, row.transfer, row.axes, row.dtypes, row.num_bytes, row.executions)
@@ -111,7 +111,7 @@ def _sent(row: Row) -> Iterator[str]:
         yield f"{axis} {readable_bytes(sent)}" if sent else axis
 
 
-def _totals(audit: Audit) -> Iterator[str]:
+def _totals(audit: Findings) -> Iterator[str]:
     sent = [f"{axis} {readable_bytes(n)}" for axis, n in audit.wire_bytes.items() if n]
     yield f"sent by the busiest device in one run: {', '.join(sent) or 'nothing'}"
     levels = [f"{name} {readable_bytes(n)}" for name, n in audit.level_bytes.items() if n]

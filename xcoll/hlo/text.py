@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
@@ -56,6 +57,10 @@ class Instruction:
 
     def calls(self) -> list[tuple[str, str]]:
         """Returns the computations it names, as ``(attribute, computation)``."""
+        return self._calls
+
+    @cached_property
+    def _calls(self) -> list[tuple[str, str]]:
         found = []
         for key, one, several in _CALL.findall(self.attributes):
             found += [(key, name) for name in ([one] if one else _NAME.findall(several))]
@@ -87,7 +92,7 @@ class Module:
     computations: dict[str, Computation]
     entry: str
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """Number of devices that its replica groups number; of one slice on several TPU slices."""
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)

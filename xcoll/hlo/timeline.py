@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from xcoll.hlo.findings import Findings
 from xcoll.hlo.reader import collectives_of
-from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Event, Row
 from xcoll.hlo.spans import spans
 from xcoll.hlo.text import Module
@@ -41,7 +41,7 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
     return tuple(sorted(walk.clock.events, key=_order))
 
 
-def write_timeline(audit: Audit, path: str | os.PathLike[str]) -> None:
+def write_timeline(audit: Findings, path: str | os.PathLike[str]) -> None:
     """Writes an audit's events as Chrome trace events, which ui.perfetto.dev opens.
 
     The tracks are computation with what it waits for, loops, and the links, level by level.
@@ -66,7 +66,7 @@ def write_timeline(audit: Audit, path: str | os.PathLike[str]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _trace(audit: Audit, title: str) -> Iterator[dict[str, Any]]:
+def _trace(audit: Findings, title: str) -> Iterator[dict[str, Any]]:
     rows = {row.name: row for row in audit.rows}
     yield _named("process_name", 0, title)
     lanes: dict[str, list[tuple[int, int]]] = {}
