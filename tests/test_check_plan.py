@@ -347,9 +347,6 @@ def test_a_wrong_report_is_not_explained(wrong):
     operations = () if WRONG[wrong] is None else (WRONG[wrong],)
     # What a plan says it emits follows from its stages; here it is made to say something else.
     plan = dataclasses.replace(site.plan, operations=operations)
-    if wrong == "more":
-        request = dataclasses.replace(plan.request, shapes=((8, 3), (8, 3)))
-        plan = dataclasses.replace(plan, request=request)
     report = dataclasses.replace(report, sites=(dataclasses.replace(site, plan=plan),))
     check = against(report, audit, "cpu", lowered)
     assert not check.is_explained and not check.is_equal

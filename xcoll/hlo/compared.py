@@ -82,7 +82,7 @@ class Open:
     """
 
     def __init__(self, planned: Sequence[Promise], rows: Sequence[Row], platform: str):
-        self.platform, self.rows = platform, rows
+        self.platform, self.rows, self.promises = platform, rows, planned
         self.lines: list[Compared] = []
         self.planned = [
             Item(

@@ -219,7 +219,7 @@ def against(
       lowered: what the compiler was given; without it, fewer differences can be explained.
     """
     planned = promises(report, audit.axis_sizes, platform)
-    rows = compared(planned, audit.rows, platform, Given(report, lowered, audit.axis_sizes))
+    rows = compared(planned, audit.rows, platform, Given(lowered, audit.axis_sizes))
     by_axis = {axis: _axis(axis, report, audit, rows) for axis in audit.axis_sizes}
     return PlanCheck(rows=rows, by_axis=by_axis, report=report, audit=audit)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ class Promise:
       count: executions in one run of the program; those of one iteration where the plan stands in
         a loop of unknown length.
       in_unknown_loop: it does.
+      written: executions if loops of the program run once.
       is_certain: the bytes are known; not so for some kept sites (`Report.kept` says why).
       source: ``file:line`` of the user's code.
     """
@@ -52,6 +52,7 @@ class Promise:
     num_bytes: int
     count: int
     in_unknown_loop: bool
+    written: int
     is_certain: bool
     source: str
 
@@ -77,6 +78,7 @@ def promises(report: Report, axis_sizes: Mapping[str, int], platform: str) -> tu
                         num_bytes=num_bytes,
                         count=count * (1 if site.count is None else site.count),
                         in_unknown_loop=site.count is None,
+                        written=count,
                         is_certain=site.plan is not None
                         or site.collective in ("ppermute", "barrier"),
                         source=site.source,
@@ -89,16 +91,13 @@ class Given:
     """The program that XLA was given, read only where it is asked.
 
     Args:
-      report: made when it was lowered.
       lowered: the program; without it, nothing is known of it.
       axis_sizes: the mesh's axes.
     """
 
-    def __init__(
-        self, report: Report, lowered: jax.stages.Lowered | None, axis_sizes: Mapping[str, int]
-    ):
+    def __init__(self, lowered: jax.stages.Lowered | None, axis_sizes: Mapping[str, int]):
         self.axis_sizes = axis_sizes
-        self._report, self._lowered = report, lowered
+        self._lowered = lowered
 
     @functools.cached_property
     def _program(self) -> WrittenProgram | None:
@@ -110,24 +109,10 @@ class Given:
         """Whether something in it is left to the partitioner."""
         return self._program is not None and not self._program.is_manual
 
-    @functools.cached_property
-    def is_as_planned(self) -> bool:
-        """Whether it has as many operations of each kind and size as the plans write.
-
-        Loops count once, as in its text.
-        """
-        planned: Counter[tuple[str, int]] = Counter()
-        for site in _firsts(self._report):
-            if site.plan is None:
-                planned[_kind(site), site.num_bytes] += 1
-                continue
-            # What no backend has cut into parts yet is what XLA:GPU runs.
-            request = replace(site.plan.request, platform="gpu")
-            for operation in accounting.operations(request, site.plan.stages):
-                planned[operation.kind, operation.operand_bytes] += operation.count
-        if self._program is None:
-            return False
-        return planned == Counter((w.kind, w.num_bytes) for w in self._program.collectives)
+    def writes(self, kind: str, num_bytes: int) -> int:
+        """Returns how many operations of a kind and size its text has; loops count once."""
+        found = [] if self._program is None else self._program.collectives
+        return sum((written.kind, written.num_bytes) == (kind, num_bytes) for written in found)
 
 
 def _firsts(report: Report) -> Iterator[Site]:

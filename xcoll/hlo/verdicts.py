@@ -207,11 +207,20 @@ def _cut(left: Open, given: Given) -> None:
 
 
 def _removed(left: Open, given: Given) -> None:
+    """Operations of which the program given to XLA has as many as planned, and XLA's fewer."""
     for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
-        sizes, left_over = grouped(p, lambda i: i.key), grouped(e, lambda i: i.key)
-        fewer = all(total(i) <= total(sizes.get(size, [])) for size, i in left_over.items())
-        if p and fewer and given.is_as_planned:
+        planned = grouped(p, lambda item: item.key)
+        fewer = all(
+            total(items) <= total(planned.get(key, []))
+            for key, items in grouped(e, lambda item: item.key).items()
+        )
+        if p and fewer and all(_is_written(left, given, item.kind, item.num_bytes) for item in p):
             left.close(p, e, REMOVED)
+
+
+def _is_written(left: Open, given: Given, kind: str, num_bytes: int) -> bool:
+    alike = [p.written for p in left.promises if (p.kind, p.num_bytes) == (kind, num_bytes)]
+    return given.writes(kind, num_bytes) == sum(alike)
 
 
 def _operands(item: Item) -> list[int]:
