@@ -9,6 +9,7 @@ from xcoll.hlo.reader import Collective
 from xcoll.hlo.text import Computation, Instruction, Module, walk
 
 _SAME = ("bitcast", "copy", "optimization-barrier", "opt-barrier", "async-update")
+_MEETING = "_xla_host_transfer_rendezvous"
 _CHAIN = re.compile(r'chain_id="([^"]*)"')
 
 
@@ -35,6 +36,7 @@ def spans(module: Module, rows: tuple[Collective, ...]) -> tuple[Span, ...]:
 
     * a ``-start`` with its ``-done``, a send or recv with its done, and what ``async-start`` calls;
       on GPU not those marked ``"is_sync":true``;
+    * what goes between TPU slices, from the send until its recv is done;
     * collectives whose steps the TPU compiler has fused with compute: the span goes from the first
       of these fusions to the last.
 
@@ -62,12 +64,10 @@ def spans(module: Module, rows: tuple[Collective, ...]) -> tuple[Span, ...]:
             found.append(Span(row.name, computation, tuple(range(start, end + 1))))
             continue
         computation, start = schedule.outside(row.computation, row.name)
-        starts = i.opcode.endswith("-start") or i.opcode in ("send", "recv")
-        if schedule.opcode(computation, start) == "async-start" or (
-            starts and '"is_sync":true' not in i.attributes
-        ):
-            steps = schedule.until_done(computation, start)
-            found.append(Span(row.name, computation, steps))
+        outer = schedule.at(computation, start)
+        starts = outer.opcode.endswith("-start") or outer.opcode in ("send", "recv")
+        if starts and '"is_sync":true' not in outer.attributes:
+            found.append(Span(row.name, computation, schedule.until_done(computation, start)))
     return tuple(found)
 
 
@@ -83,19 +83,22 @@ class _Schedule:
         self.chains: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         self._callers: dict[str, tuple[str, str]] = {}
         self._dones: dict[tuple[str, str | int], int] = {}
+        self._receives: dict[tuple[str, str], str] = {}
         for computation, i in walk(module):
             if key := _chain(i):
                 self.chains.setdefault(key, []).append((computation.name, i.name))
             if i.opcode in ("fusion", "async-start"):
                 for _, callee in i.calls():
                     self._callers[callee] = computation.name, i.name
+            if i.opcode == "recv" and (meeting := i.attribute(_MEETING)):
+                self._receives[computation.name, meeting] = i.name
             if i.opcode.endswith("-done"):
                 started = self._source(computation, i.operands[0])
                 self._dones[computation.name, started] = self._steps[computation.name][i.name]
 
-    def opcode(self, computation: str, step: int) -> str:
-        """Returns the opcode of a step."""
-        return list(self._computations[computation].instructions.values())[step].opcode
+    def at(self, computation: str, step: int) -> Instruction:
+        """Returns the instruction of a step."""
+        return list(self._computations[computation].instructions.values())[step]
 
     def outside(self, computation: str, name: str) -> tuple[str, int]:
         """Returns the computation and step at which an instruction runs: that of its fusion."""
@@ -104,16 +107,19 @@ class _Schedule:
         return computation, self._steps[computation][name]
 
     def until_done(self, computation: str, start: int) -> tuple[int, ...]:
-        """Returns the steps from a start to its done."""
+        """Returns the steps from a start until it is done; for a send, until its recv is."""
         instructions = list(self._computations[computation].instructions.values())
         name = instructions[start].name
+        if meeting := instructions[start].attribute(_MEETING):
+            name = self._receives.get((computation, meeting), name)
         if (end := self._dones.get((computation, name))) is not None:
             return tuple(range(start, end + 1))
         root = self._computations[computation].instructions[self._computations[computation].root]
         if root.opcode == "tuple":
             for index, operand in enumerate(root.operands):
                 end = self._dones.get((computation, index))
-                if self._source(self._computations[computation], operand) == name and end:
+                carried = self._source(self._computations[computation], operand) == name
+                if carried and end is not None:
                     return (*range(start, len(instructions)), *range(end + 1))
         states = {i.name for i in instructions if i.opcode == "tuple" and name in i.operands}
         for step, i in enumerate(instructions):

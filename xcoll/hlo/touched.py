@@ -28,10 +28,12 @@ class Touched:
 
     Args:
       module: the program.
+      on_chip: count arrays on chip like all others.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, on_chip: bool = False) -> None:
         self._module = module
+        self._on_chip = on_chip
         self._uses: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
         self._fused = frozenset(
             callee
@@ -63,7 +65,7 @@ class Touched:
 
     def _in_memory(self, computation: str, name: str) -> bool:
         i = self._module.computations[computation].instructions[name]
-        if _ON_CHIP not in i.type:
+        if self._on_chip or _ON_CHIP not in i.type:
             return True
         while i.opcode in ("bitcast", "get-tuple-element"):
             i = self._module.computations[computation].instructions[i.operands[0]]
@@ -101,7 +103,7 @@ class Touched:
         if i.opcode in _FUSIONS:
             callee = self._module.computations[dict(i.calls())["calls"]]
             return self._written(callee.name, callee.instructions[callee.root])
-        if i.opcode == "parameter" or _moves(i) or _ON_CHIP in i.type:
+        if i.opcode == "parameter" or _moves(i) or (_ON_CHIP in i.type and not self._on_chip):
             return 0
         source = i
         while source.opcode in _VIEWS and computation in self._fused:
