@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import audits
 import jax
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from jax.sharding import AxisType, Mesh
 import xcoll
 from xcoll import aot
 from xcoll.hardware.placement import gpu_dimensions, tpu_dimensions
-from xcoll.hlo.result import Audit
 from xcoll.layouts import System, choose, search
 from xcoll.systems import nearest_shapes
 from xcoll.topology import Device, Topology
@@ -259,26 +259,11 @@ def test_a_shape_that_jax_refuses_to_split():
 # Traffic from an audit.
 
 
-def audited(sizes, **wire_bytes):
-    return Audit(
-        rows=(),
-        axis_sizes=sizes,
-        topology="unknown",
-        wire_bytes=wire_bytes,
-        level_bytes={},
-        compute_s=None,
-        compute_source="",
-        memory=None,
-        advice=(),
-        events=(),
-    )
-
-
 @pytest.mark.parametrize("heavy", ["model", "data"])
 def test_traffic_of_an_audit(heavy):
     (light,) = {"model", "data"} - {heavy}
     sizes = {heavy: 4, light: 2}
-    audit = audited(sizes, **{heavy: 3 * GIB // 2, light: MIB})
+    audit = audits.audit(axis_sizes=sizes, wire_bytes={heavy: 3 * GIB // 2, light: MIB})
     two = devices("2*v5e:2x2")
     mesh = xcoll.make_mesh(tuple(sizes.values()), tuple(sizes), devices=two, traffic=audit)
     assert {len(set(line)) for line in lines(of(mesh, lambda d: d.slice_index), 0)} == {1}
@@ -291,7 +276,7 @@ def test_traffic_of_an_audit(heavy):
 
 
 def test_an_audit_of_other_sizes_or_of_an_axis_of_one():
-    audit = audited({"b": 1, "a": 3}, b=0, a=101)
+    audit = audits.audit(axis_sizes={"b": 1, "a": 3}, wire_bytes={"b": 0, "a": 101})
     # Over three, 101 bytes are sent of a payload of 101 * 3/4, which is no whole number.
     report = xcoll.explain_mesh(xcoll.make_mesh((2, 4), ("a", "b")), traffic=audit)
     assert {axis.name: axis.num_bytes for axis in report.axes} == {"a": 76, "b": 0}
@@ -299,7 +284,7 @@ def test_an_audit_of_other_sizes_or_of_an_axis_of_one():
 
 @pytest.mark.parametrize("names", [("a",), ("a", "c"), ("a", "b", "c")])
 def test_an_audit_of_other_axes_is_refused(names):
-    audit = audited({"a": 2, "b": 4}, a=1, b=1)
+    audit = audits.audit(axis_sizes={"a": 2, "b": 4}, wire_bytes={"a": 1, "b": 1})
     shape = (8, 1, 1)[: len(names)]
     message = r"audit of a program over the axes \('a', 'b'\), the mesh has \('a',"
     with pytest.raises(ValueError, match=message):
