@@ -92,7 +92,7 @@ class Transformer(nnx.Module):
             def stacked(rngs: nnx.Rngs) -> Block:
                 return Block(config, rngs=rngs)
 
-            self.blocks = stacked(rngs)
+            self.blocks: Any = stacked(rngs)
         else:
             self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
 

@@ -47,7 +47,7 @@ def audit(
 
     Args:
       fn_or_compiled: a function, jitted or not; or what `jax.jit(f).lower(...)` or its
-        ``.compile()`` returned.
+        ``.compile()`` returned, or the text of that (``.as_text()``), with ``mesh``.
       *args: arguments of the function; `jax.ShapeDtypeStruct` with shardings will do. None for a
         compiled program.
       mesh: the mesh that the program is for. None takes that of the arguments' shardings. A
@@ -62,7 +62,8 @@ def audit(
       same for programs, ``.timeline(path)`` writes it for Perfetto.
 
     Raises:
-      TypeError: ``fn_or_compiled`` is neither, or arguments are given with a compiled program.
+      TypeError: ``fn_or_compiled``, ``mesh`` or ``topology`` is of a wrong type, or arguments are
+        given with a compiled program.
       ValueError: the mesh is not known, or does not match the program or the topology.
 
     Example:
@@ -74,6 +75,15 @@ def audit(
       >>> [(row.kind, row.axes, row.num_bytes, row.made_by) for row in found.rows]
       [('all-reduce', ('data',), 4, 'partitioner')]
     """
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"audit(mesh={mesh!r}): must be a jax.sharding.Mesh with its devices, or None"
+        )
+    if topology is not None and not isinstance(topology, Topology | str):
+        raise TypeError(
+            f"audit(topology={topology!r}): must be an xcoll.Topology, its text such as 'v5e:4x4',"
+            " or None"
+        )
     lowered, compiled = _compiled(fn_or_compiled, args, kwargs, mesh)
     mesh = _mesh_of(compiled, args, kwargs) if mesh is None else mesh
     if topology is None:

@@ -73,9 +73,9 @@ def _summary(audit: Findings) -> str:
 def _alike(audit: Findings) -> list[list[Row]]:
     groups: dict[Any, list[Row]] = {}
     for row in audit.rows:
-        key = (row.kind, row.transfer, row.axes, row.dtypes, row.num_bytes, row.executions)
-        key = (*key, row.conditional, row.is_async, row.made_by, row.source, row.unread)
-        groups.setdefault(key, []).append(row)
+        what = (row.kind, row.transfer, row.axes, row.dtypes, row.num_bytes, row.executions)
+        how = (row.conditional, row.is_async, row.exposed_s, row.unread)
+        groups.setdefault((what, how, row.made_by, row.source), []).append(row)
     return sorted(groups.values(), key=_cost, reverse=True)
 
 
