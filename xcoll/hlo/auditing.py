@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from xcoll import aot
 from xcoll.hlo.advice import advise
 from xcoll.hlo.frames import Frames
 from xcoll.hlo.loops import executions
@@ -47,7 +48,8 @@ def audit(
 
     Args:
       fn_or_compiled: a function, jitted or not; or what `jax.jit(f).lower(...)` or its
-        ``.compile()`` returned, or the text of that (``.as_text()``), with ``mesh``.
+        ``.compile()`` or `xcoll.aot.compile` returned; or the text of that (``.as_text()``), with
+        ``mesh``.
       *args: arguments of the function; `jax.ShapeDtypeStruct` with shardings will do. None for a
         compiled program.
       mesh: the mesh that the program is for. None takes that of the arguments' shardings. A
@@ -180,6 +182,7 @@ def _num_ranks(c: Collective) -> int:
 
 def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> tuple[Any, Any]:
     """Returns the program before compilation, None where that is not at hand, and after it."""
+    fn = fn.compiled if isinstance(fn, aot.Program) else fn
     if isinstance(fn, jax.stages.Compiled | jax.stages.Lowered | str):
         if args or kwargs:
             raise TypeError(
