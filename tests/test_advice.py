@@ -229,7 +229,7 @@ def reshards(what, target="cpu"):
 
     fns = {
         "argument": lambda x, w: columns(jnp.sin(x)).T @ w,
-        "added": lambda x, w: (columns(rows(x @ w) + jnp.sin(x))).T @ w,
+        "added": lambda x, w: columns(rows(jnp.sin(x) + w @ w)).T @ w,
         "result": lambda x, w: columns(jnp.tanh(rows(x @ w))),
         "twice": lambda x, w: rows(jnp.cos(columns(jnp.sin(rows(x @ w))))) @ w,
         "between": lambda x, w: columns(jnp.sin(rows(x @ w))).T @ w,
@@ -262,6 +262,24 @@ def test_reshardings_that_may_be_meant(what):
     text = reshards(what)
     assert hlo.collectives(text)
     assert advice_on(text) == ()
+
+
+def moved(op_name):
+    return f"""HloModule f, num_partitions=4
+ENTRY %main (x: f32[8,8]) -> f32[4,4,4] {{
+  %x = f32[8,8] parameter(0), metadata={{op_name="x"}}
+  %y = f32[4,4,4] reshape(%x), metadata={{op_name="{op_name}"}}
+  %z = f32[4,4,4] all-to-all(%y), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+  %q = f32[4,4,4] custom-call(%z), custom_call_target="q"
+  ROOT %n = f32[4,4,4] negate(%q)
+}}"""
+
+
+def test_a_layout_that_the_program_asks_for_may_need_the_other_sharding():
+    (advice,) = advice_on(moved(""), made_by="partitioner")  # the compiler's own
+    assert "argument x" in advice.text
+    assert advice_on(moved("jit(f)/reshape"), made_by="partitioner") == ()
+    assert advice_on(moved(""), made_by="user") == ()
 
 
 @functools.cache
@@ -422,6 +440,47 @@ def test_sums_in_loops_that_are_needed_there(what):
     assert advice_on(accumulation(what)) == ()
 
 
+ADDED = """HloModule f, num_partitions=4
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+%body (s: (s32[], f32[8], f32[8])) -> (s32[], f32[8], f32[8]) {{
+  %s = (s32[], f32[8], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %total = f32[8] get-tuple-element(%s), index=1
+  %x = f32[8] get-tuple-element(%s), index=2
+  %r = f32[8] all-reduce(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%sum
+  %new = f32[8] add({term}, %r)
+  %seen = f32[8] negate({seen})
+  ROOT %out = (s32[], f32[8], f32[8]) tuple(%next, %new, %seen)
+}}
+%until (s: (s32[], f32[8], f32[8])) -> pred[] {{
+  %s = (s32[], f32[8], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %limit = s32[] constant(6)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}}
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8] parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8], f32[8]) tuple(%zero, %x, %x)
+  %loop = (s32[], f32[8], f32[8]) while(%start), condition=%until, body=%body
+  ROOT %result = f32[8] get-tuple-element(%loop), index=1
+}}"""
+
+
+def test_what_only_adding_up_is():
+    (advice,) = advice_on(ADDED.format(term="%total", seen="%x"))
+    assert (advice.kind, advice.saves_s) == ("sum-in-loop", 5.0)
+    # The running sum is looked at, so is the new one, or the sum; or it starts anew each time.
+    for term, seen in (("%total", "%total"), ("%total", "%new"), ("%total", "%r"), ("%x", "%x")):
+        assert advice_on(ADDED.format(term=term, seen=seen)) == ()
+
+
 # Sums that are cast too late.
 
 
@@ -485,7 +544,7 @@ def on_hosts(text, topology=None, **kwargs):
 
 def test_a_hierarchy_over_a_slow_link():
     (advice,) = on_hosts(summed())
-    assert advice.kind == "hierarchy" and "crosses network" in advice.text
+    assert advice.kind == "hierarchy" and "crossing network" in advice.text
     request = Request(
         "all_reduce", "sum", ("host", "device"), (2, 4), "float32", 4, ((256, 256),), "cpu"
     )

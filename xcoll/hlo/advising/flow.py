@@ -133,8 +133,9 @@ class Flow:
             if i.name in made or i.name in ends:
                 continue
             others = () if i.opcode == "tuple" else set(i.operands) - made
-            is_alone = all(self.num_elements(computation, other) <= 1 for other in others)
-            if not is_alone or not self.is_pointwise(computation, i):
+            if not self.is_pointwise(computation, i) or any(
+                self.num_elements(computation, other) > 1 for other in others
+            ):
                 ends.add(i.name)
                 continue
             made.add(i.name)

@@ -32,8 +32,9 @@ def late_casts(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
         )
         if made_by == "partitioner":
             instead = (
-                "Ask what is summed for float32: preferred_element_type=jnp.float32 of a dot"
-                " product, dtype=jnp.float32 of a sum."
+                "Have it made in float32: preferred_element_type=jnp.float32 of a dot product,"
+                " dtype=jnp.float32 of a sum; gradients that are to have the dtype of float32"
+                " weights, xcoll.gradients.value_and_grad casts before it sums."
             )
         over = f" over {axes}" if axes else ""
         yield Advice(

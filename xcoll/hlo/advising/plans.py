@@ -130,11 +130,10 @@ def _advice(group: _Group, found: Sequence[_Better]) -> Advice:
             f" jax.shard_map over {group.axes}, or, for gradients, take"
             f" xcoll.gradients.value_and_grad; then {how}"
         )
-    number = "An" if len(rows) == 1 else f"{len(rows)} times an"
     return Advice(
         kind="codec" if codec else "hierarchy",
         text=(
-            f"{number} {group.collective} of {group.dtype} over {group.axes} crosses"
+            f"{len(rows)} x {group.collective} of {group.dtype} over {group.axes}, crossing"
             f" {group.link}{places(rows)}: predicted {before}, and {after} by the plan"
             f" {best.name}. {terms} How: {how}."
         ),
