@@ -129,18 +129,19 @@ class _Schedule:
 
     def _source(self, computation: Computation, name: str) -> str | int:
         """Returns the start that a value stands for, or the element of a loop's state."""
-        i = computation.instructions[name]
-        while i.opcode in _SAME or i.opcode == "get-tuple-element":
-            before = computation.instructions[i.operands[0]]
+        elements: list[int] = []  # of tuples around it, the innermost first
+        while True:
+            i = computation.instructions[name]
             if i.opcode == "get-tuple-element":
-                index = int(i.attribute("index") or 0)
-                if before.opcode == "parameter":
-                    return index
-                if before.opcode != "tuple":
-                    return i.name
-                before = computation.instructions[before.operands[index]]
-            i = before
-        return i.name
+                elements.append(int(i.attribute("index") or 0))
+            elif i.opcode == "parameter" and elements:
+                return elements[-1]
+            elif i.opcode == "tuple" and elements:
+                name = i.operands[elements.pop()]
+                continue
+            elif i.opcode not in _SAME:
+                return i.name
+            name = i.operands[0]
 
 
 def _chain(i: Instruction) -> tuple[str, ...] | None:
