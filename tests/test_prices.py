@@ -85,6 +85,16 @@ def test_groups_that_share_links_are_counted_together():
     assert bound_us(networks.torus(8), "all-reduce", interleaved[:1]) == 6
     # Exchanged: 4 · 4 messages of B/4 over 2 links on average, in each group: 128 · 1 µs on 16.
     assert bound_us(networks.torus(8), "all-to-all", interleaved) == 8
+    # On a line, 2 · 2 messages of B/4 of each cross the middle.
+    assert bound_us(networks.torus(8, wrap=False), "all-to-all", interleaved) == 16
+    assert bound_us(networks.torus(8, wrap=False), "all-to-all", interleaved[:1]) == 8
+    # A row of a 4 x 8 mesh of lines exchanges over one link in its middle, whatever a block of two
+    # other rows does: 4 · 4 messages of B/8.
+    block = [16, 17, 18, 19, 24, 25, 26, 27]
+    lines = networks.torus(4, 8, wrap=False)
+    assert bound_us(lines, "all-to-all", [range(8), block]) == 16
+    # Host 0 is in both groups, B through its port for each.
+    assert bound_us(networks.hosts(3, 4), "all-reduce", [(0, 4), (1, 8)]) == 16
     # Halves of the ring are lines, each with its own links: 2 · 3 · B over 6 of them.
     halves = [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert bound_us(networks.torus(8), "all-reduce", halves) == 8
@@ -227,6 +237,20 @@ def test_the_order_of_ranks_does_not_matter_to_xla():
     # Nor which ports of a switch.
     three = on(networks.switch(3)).time_ps(collective("all-gather", B, [(0, 1, 2)], num_devices=3))
     assert on(networks.switch(8)).time_ps(collective("all-gather", B, [(5, 1, 6)])) == three
+
+
+def test_pieces_of_a_torus_dimension_are_one_set_of_links_to_xla():
+    # A line of four chips; its pairs and the two of them are digits apart where z lies between.
+    x = {"link": networks.torus(2).axes[0].levels[0].link, "dimension": "x", "extent": 8}
+    low, high = Level(size=2, **x), Level(size=2, stride=2, **x)
+    z = networks.torus(4).axes[0].levels[0]
+
+    def price(*levels):
+        axes = (AxisLinks(name="i", levels=levels),)
+        digits = Topology(axes=axes, device=networks.device()).digits(("i",))
+        return native_ps(networks.device(), digits, "all_gather", B)
+
+    assert price(low, z, high) == price(high, z, low) == price(Level(size=4, **x), z)
 
 
 STEP, HOP, WORK = 10, 7, 8  # ps: of `networks`; B through memory of 1e15 bytes/s takes 8
