@@ -15,6 +15,7 @@ import xcoll
 from xcoll import Policy, aot, codecs, hlo
 from xcoll.algorithms import direct, hierarchical
 from xcoll.codecs import Codec
+from xcoll.hlo.auditing import audit
 from xcoll.hlo.text import Module, parse
 from xcoll.plan import Request
 from xcoll.planner import plan
@@ -59,9 +60,12 @@ def check(made, program, mesh):
     planned, found = Counter(), Counter()
     for o in made.operations:
         planned[o.kind, o.axes, o.operand_bytes] += o.count
-    for r in rows_of(program):
-        found[r.transfer or r.kind, hlo.axes_of(r, mesh), r.operand_bytes] += r.executions
+    audited = audit(program, mesh=mesh)
+    for r in audited.rows:
+        if r.kind != "recv":
+            found[r.transfer or r.kind, r.axes, r.num_bytes] += r.executions
     assert planned == found
+    assert audited.wire_bytes == hlo.wire_bytes(program, mesh)
     assert {a: b for a, b in made.wire_bytes if b} == {
         a: b for a, b in hlo.wire_bytes(program, mesh).items() if b
     }

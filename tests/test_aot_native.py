@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 import xcoll
 from xcoll import Policy, aot, hlo
 from xcoll.algorithms import hierarchical
+from xcoll.hlo.auditing import audit
 from xcoll.plan import Request
 from xcoll.planner import plan
 from xcoll.topology import Topology
@@ -56,11 +57,12 @@ def planned_and_compiled(target, collective, dtype, algorithm, shape=SHAPE):
 
 
 def check(made, program, mesh):
-    rows = [r for r in hlo.collectives(program) if r.kind != "recv"]
-    assert sorted((r.transfer or r.kind, hlo.axes_of(r, mesh), r.operand_bytes) for r in rows) == (
+    found = audit(program, mesh=mesh)
+    rows = [r for r in found.rows if r.kind != "recv"]
+    assert sorted((r.transfer or r.kind, r.axes, r.num_bytes) for r in rows) == (
         sorted((o.kind, o.axes, o.operand_bytes) for o in made.operations for _ in range(o.count))
     )
-    assert dict(made.wire_bytes) == hlo.wire_bytes(program, mesh)
+    assert dict(made.wire_bytes) == hlo.wire_bytes(program, mesh) == found.wire_bytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

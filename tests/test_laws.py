@@ -15,6 +15,8 @@ from jax import lax
 
 import xcoll
 from xcoll import hlo
+from xcoll.hlo.auditing import audit
+from xcoll.hlo.planned import against
 
 P = jax.P
 AXES = ("host", "device")
@@ -65,7 +67,7 @@ def small_integers(shape, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("choice", "collective"), FLAT + NESTED, ids=str)
 def test_bytes_and_numbers(choice, collective, dtype):
-    """Operand bytes predicted by operation and axes are those of the compiled program."""
+    """Operand bytes predicted by operation and axes are those that the audit finds."""
     fn = program(collective)
     x = small_integers((8 * 16, 67), dtype)
     ours = xcoll.optimize(fn, policy=xcoll.Policy(algorithm=choice))
@@ -79,9 +81,11 @@ def test_bytes_and_numbers(choice, collective, dtype):
     predicted, counted = Counter(), Counter()
     for op in site.plan.operations:
         predicted[op.kind, op.axes, op.operand_bytes] += op.count
-    for row in hlo.collectives(compiled):
-        counted[row.kind, hlo.axes_of(row, mesh_2x4()), row.operand_bytes] += row.executions
+    found = audit(compiled, mesh=mesh_2x4())
+    for row in found.rows:
+        counted[row.kind, row.axes, row.num_bytes] += row.executions
     assert predicted == counted
+    assert against(ours.reports[-1], found, "cpu").is_equal
     counted_bytes = {a: b for a, b in hlo.wire_bytes(compiled, mesh_2x4()).items() if b}
     assert {a: b for a, b in site.plan.wire_bytes if b} == counted_bytes
 
