@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 from xcoll import aot
-from xcoll.hardware import Device
+from xcoll.hardware import Device, kinds
 from xcoll.hlo.loops import executions
-from xcoll.hlo.products import products
+from xcoll.hlo.peaks import Peaks
+from xcoll.hlo.products import Product, products
 from xcoll.hlo.text import parse
 from xcoll.hlo.work import compute_of
 
@@ -66,6 +67,15 @@ def test_a_product_runs_at_the_peak_rate_of_its_dtype(kind, dtype, more, rate):
     # The result is scalar-sized for memory's sake only: the contraction bounds all of these.
     found = time_s(a, b, f"ROOT %d = bf16[1024,4096] dot(%a, %b), {DOT}{more}", kind=kind)
     assert found == pytest.approx(FLOPS / rate)
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_every_table_has_a_peak_rate(kind):
+    # From a float32 product of one flop: TPUs take bfloat16 for it, GPUs TF32.
+    peaks = Peaks.of(Device.named(kind))
+    slowest = 1e9 if kind == "cpu" else 1e13
+    assert slowest <= 1 / peaks.product_s(Product(dtype="f32", flops=1)) <= 1e16
+    assert peaks.memory_bytes_per_s > 1e9
 
 
 def test_memory_bounds_what_has_little_arithmetic():

@@ -77,6 +77,7 @@ class _Hidden:
         self._spans: dict[str, list[Span]] = {}
         for span in placed:
             self._spans.setdefault(span.computation, []).append(span)
+        self._shared: dict[tuple[str, str], bool] = {}
         self._used: dict[str, float] = {}
         self.work_s: dict[str, float] = {}
 
@@ -94,7 +95,6 @@ class _Hidden:
             for time, i in zip(times, instructions, strict=True)
         ]
         # For each instruction: the transfers that it hides, and for how long.
-        torus = self._compute.platform == "tpu"
         takers: list[list[tuple[Collective, float]]] = [[] for _ in times]
         filled = list(inside)
         for span in sorted(self._spans.get(computation, []), key=lambda s: s.steps[0]):
@@ -102,8 +102,10 @@ class _Hidden:
             left = self._times_s.get(span.row, math.inf)
             self.work_s[span.row] = 0.0
             for step in span.steps:
+                if times[step] <= inside[step]:
+                    continue
                 before = inside[step] + math.fsum(
-                    s for other, s in takers[step] if share_links(row, other, torus=torus)
+                    s for other, s in takers[step] if self._share(row, other)
                 )
                 part = min(max(times[step] - before, 0.0), left)
                 if part > 0:
@@ -112,6 +114,13 @@ class _Hidden:
                     left -= part
                     self.work_s[span.row] += part
         return math.fsum(filled)
+
+    def _share(self, one: Collective, other: Collective) -> bool:
+        key = one.name, other.name
+        if key not in self._shared:
+            torus = self._compute.platform == "tpu"
+            self._shared[key] = share_links(one, other, torus=torus)
+        return self._shared[key]
 
     def _inside_s(self, computation: str, i: Instruction) -> float:
         """Returns how much of an instruction's time hides transfers inside it."""
