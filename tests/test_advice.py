@@ -144,6 +144,10 @@ def test_a_loop_that_gathers_one_parameter_anew(target):
     assert advice.saves_s == 4.0  # once of five is needed, each waits 1 s
 
 
+def test_a_gather_that_computation_hides():
+    assert advice_on(gathers("gpu", "one"), exposed_s=0.0) == ()
+
+
 def test_a_gather_that_its_author_wrote_in_the_loop():
     (advice,) = advice_on(gathers("gpu", "written"))
     assert (advice.kind, advice.saves_s) == ("gather-in-loop", 4.0)
@@ -325,7 +329,7 @@ def test_a_value_that_is_gathered_to_be_cut(capfd):
     assert advice_on(cut(step=True), ("a",), sizes={"a": 2, "b": 4}) == ()
 
 
-# Small sums.
+# Small reductions.
 
 
 def sums(count, *, elements=256, chain=False, axes="{{0,1,2,3}}"):
@@ -368,8 +372,8 @@ def plain_links():
 
 def test_many_small_sums():
     (advice,) = advice_on(sums(9), topology=plain_links())
-    assert advice.kind == "small-sums" and len(advice.rows) == 9
-    assert "9 small sums over ('data',), 9 KiB in all" in advice.text
+    assert advice.kind == "small-reductions" and len(advice.rows) == 9
+    assert "9 small reductions over ('data',), 9 KiB in all" in advice.text
     # 9 KiB at 1 ns a byte and 1 µs to start, in place of nine that wait 1 s each.
     assert advice.saves_s == pytest.approx(9 - (1e-6 + 9 * 1024e-9), rel=1e-12)
 
@@ -379,6 +383,11 @@ def test_no_small_sums():
     assert advice_on(sums(9, chain=True)) == ()
     assert advice_on(sums(9, elements=(64 << 10) // 4 + 1)) == ()
     assert advice_on(sums(9), made_by="xcoll") == ()
+    others = sums(5, axes="{{0,1},{2,3}}").replace("%r", "%q").replace("%h", "%g")
+    others = others[others.index("  %g0") : others.index("  ROOT %t")]
+    both = sums(5).replace("  ROOT %t", f"{others}  ROOT %t")
+    assert len(hlo.collectives(both)) == 10
+    assert advice_on(both) == ()
     (advice,) = advice_on(sums(8))  # of which no time is known
     assert advice.saves_s is None
 
@@ -617,6 +626,6 @@ def test_what_saves_most_comes_first():
     )
     topology = Topology.parse("2*cpu:2@1Mbit", axes={"data": 4})
     found = advice_on(both, topology=topology, exposed_s=100.0)
-    assert [advice.kind for advice in found][:1] == ["small-sums"]
+    assert [advice.kind for advice in found][:1] == ["small-reductions"]
     saved = [advice.saves_s for advice in found]
     assert len(saved) > 1 and saved == sorted(saved, reverse=True)

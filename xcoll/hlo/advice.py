@@ -11,7 +11,7 @@ from xcoll.hlo.advising.gathers import repeated_gathers
 from xcoll.hlo.advising.narrow import late_casts
 from xcoll.hlo.advising.plans import better_plans
 from xcoll.hlo.advising.reshards import reshardings
-from xcoll.hlo.advising.small import small_sums
+from xcoll.hlo.advising.small import small_reductions
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Module
@@ -21,7 +21,7 @@ KINDS = {
     "gather-in-loop": "a loop gathers an argument of the program anew in every iteration",
     "resharding": "the partitioner moves a value to another sharding and nothing needs it there",
     "sum-in-loop": "a loop sums over devices in every iteration what it only adds up",
-    "small-sums": "many small sums over the same axes, none of which waits for another",
+    "small-reductions": "many small reductions over the same axes, none waiting for another",
     "late-cast": "a sum in bfloat16 or float16 is cast to float32 when it has been rounded",
     "hierarchy": "xcoll has an exact plan that is faster over a link between machines",
     "codec": "xcoll has a plan with a codec that is faster over a link between machines",
@@ -38,7 +38,7 @@ def advise(
 ) -> tuple[Advice, ...]:
     """Returns advice on a compiled program, that which saves most first.
 
-    Nothing that xcoll has put in is complained of.
+    Nothing that xcoll has put in is complained of, nor what computation hides altogether.
 
     Args:
       module: the program.
@@ -54,8 +54,9 @@ def advise(
         *repeated_gathers(flow, others),
         *reshardings(flow, others, by_name),
         *accumulated_sums(flow, others),
-        *small_sums(module, others, topology, axis_sizes),
+        *small_reductions(module, others, by_name, topology, axis_sizes),
         *late_casts(flow, others),
         *better_plans(module, others, topology, axis_sizes),
     ]
+    found = [advice for advice in found if advice.saves_s != 0]
     return tuple(sorted(found, key=lambda a: -(math.inf if a.saves_s is None else a.saves_s)))

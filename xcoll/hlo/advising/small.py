@@ -1,4 +1,4 @@
-"""Small sums over the same axes that could be one."""
+"""Small reductions over the same groups of devices that could be one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from xcoll.hlo.advising.requests import operation, request_of
 from xcoll.hlo.advising.words import places, seconds
+from xcoll.hlo.reader import Collective
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Computation, Module
 from xcoll.planner import plan
@@ -19,19 +20,23 @@ _NATIVE = Policy.native()
 _PS = 1e-12
 
 
-def small_sums(
-    module: Module, rows: Sequence[Row], topology: Topology, axis_sizes: Mapping[str, int]
+def small_reductions(
+    module: Module,
+    rows: Sequence[Row],
+    collectives: Mapping[str, Collective],
+    topology: Topology,
+    axis_sizes: Mapping[str, int],
 ) -> Iterator[Advice]:
-    """Yields one advice for each set of small sums of which none waits for another.
+    """Yields one advice for each set of small reductions of which none waits for another.
 
-    They are the all-reduces of at most 64 KiB, of one dtype over the same axes in one computation,
-    8 or more of them.
+    They are the all-reduces of at most 64 KiB, of one dtype and operation over the same groups of
+    devices in one computation, 8 or more of them.
     """
     sets: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         if row.kind == "all-reduce" and row.num_bytes <= _SMALL and row.axes:
             op = operation(module, row)
-            key = (row.computation, row.axes, row.dtypes, row.num_ranks, op)
+            key = (row.computation, row.axes, row.dtypes, collectives[row.name].groups, op)
             sets.setdefault(key, []).append(row)
     for small in sets.values():
         if len(small) < _FEWEST:
@@ -70,10 +75,10 @@ def _advice(
         times = f" They wait {now}; one of all takes {readable_time(one_ps)}, predicted."
     total = readable_bytes(sum(row.num_bytes for row in rows))
     return Advice(
-        kind="small-sums",
+        kind="small-reductions",
         text=(
-            f"{len(rows)} small sums over {rows[0].axes}, {total} in all, none of which waits for"
-            f" another{places(rows)}.{times} Sum them as one array"
+            f"{len(rows)} small reductions over {rows[0].axes}, {total} in all, none of which"
+            f" waits for another{places(rows)}.{times} Reduce them as one array"
             " (jax.flatten_util.ravel_pytree before jax.lax.psum)."
         ),
         rows=tuple(row.name for row in rows),
