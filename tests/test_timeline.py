@@ -3,8 +3,12 @@
 import itertools
 import json
 
+import jax
 import pytest
+from jax import lax
 
+from xcoll import aot
+from xcoll.hlo.auditing import audit
 from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Event, Row
 from xcoll.hlo.text import parse
@@ -304,3 +308,47 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("out.json", "old")]
     with pytest.raises(FileNotFoundError):
         write_timeline(audit_of([], [], 1), tmp_path / "none" / "out.json")
+
+
+def layers(target, num_layers):
+    """The audit of a scan over layers, each with its weights in eighths on the devices."""
+    mesh = aot.mesh(target, (8,), ("data",))
+
+    def step(x, weights):
+        def layer(x, w):
+            return jax.nn.relu(x @ lax.all_gather(w, "data", tiled=True)), None
+
+        return lax.psum(lax.scan(layer, x, weights)[0].mean(), "data")
+
+    def given(shape, *spec):
+        sharding = jax.NamedSharding(mesh, jax.P(*spec))
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)
+
+    fn = jax.shard_map(
+        step, mesh=mesh, in_specs=(jax.P("data"), jax.P(None, "data")), out_specs=jax.P(),
+        check_vma=False,
+    )  # fmt: skip
+    arguments = given((8 * 1024, 1024), "data"), given((num_layers, 1024, 1024), None, "data")
+    return audit(fn, *arguments)
+
+
+@pytest.mark.parametrize("target", ["v5e:2x4", "h100:8"])
+def test_a_compiled_programs_timeline_ends_with_its_step(target, tmp_path):
+    found = layers(target, 48)
+    assert found.compute_s > 0 and found.exposed_s > 0
+    end_s = max(event.start_s + event.duration_s for event in found.events)
+    assert end_s == pytest.approx(found.step_s, rel=1e-9)
+    assert {event.row for event in found.events} - {None} == {row.name for row in found.rows}
+    (loop,) = [event for event in found.events if event.track == "loops and branches"]
+    assert loop.name.endswith(": iterations 2..48, alike")
+    path = tmp_path / "out.json"
+    found.timeline(path)
+    assert path.stat().st_size < 50_000
+    names = names_of(json.loads(path.read_text()))
+    assert {"compute", "loops and branches"} <= set(names.values()) and len(names) > 2
+
+
+def test_computation_adds_up_without_loops():
+    found = layers("h100:8", 1)
+    computed = [e.duration_s for e in found.events if e.track == "compute" and e.row is None]
+    assert sum(computed) == pytest.approx(found.compute_s, rel=1e-9)
