@@ -207,7 +207,7 @@ def test_what_is_a_parameter_that_stays_the_same():
     assert advice_on(loop(kept="%changed")) == ()
     assert advice_on(loop(work="sine(%w)")) == ()
     assert advice_on(loop().replace("%w = f32[8] parameter(0)", "%w = f32[8] rng()")) == ()
-    assert advice_on(loop(limit="constant(1)")) == ()
+    assert advice_on(loop(limit="constant(1)"), exposed_s=None) == ()  # nothing is repeated
 
 
 def test_a_loop_of_unknown_length():
@@ -284,6 +284,22 @@ def test_a_layout_that_the_program_asks_for_may_need_the_other_sharding():
     assert "argument x" in advice.text
     assert advice_on(moved("jit(f)/reshape"), made_by="partitioner") == ()
     assert advice_on(moved(""), made_by="user") == ()
+
+
+def test_two_reshardings_over_different_groups_are_one_in_two_steps():
+    text = """HloModule f, num_partitions=4
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8] parameter(0)
+  %p = f32[8,8] custom-call(%x), custom_call_target="p"
+  %y = f32[8,8] all-to-all(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+  %z = f32[8,8] negate(%y)
+  %w = f32[8,8] all-to-all(%z), replica_groups={{0,1},{2,3}}, dimensions={0}
+  ROOT %q = f32[8,8] custom-call(%w), custom_call_target="q"
+}"""
+    (advice,) = advice_on(text, made_by="partitioner")
+    assert advice.rows == ("y", "w")
+    other = text.replace("(%z), replica_groups={{0,1},{2,3}}", "(%z), replica_groups={{0,2},{1,3}}")
+    assert advice_on(other, made_by="partitioner") == ()
 
 
 @functools.cache
