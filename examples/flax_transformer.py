@@ -66,9 +66,7 @@ class Block(nnx.Module):
         h = self.norm_attention(x)
         shape = (*h.shape[:2], self.heads, -1)
         q, k, v = (f(h).reshape(shape) for f in (self.query, self.key, self.value))
-        q, k, v = (
-            place(t, "batch", "inner_sequence", "activation_heads", None) for t in (q, k, v)
-        )
+        q, k, v = (place(t, "batch", "inner_sequence", "activation_heads", None) for t in (q, k, v))
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.reshape(h.shape))
         x = place(x, "batch", "sequence", "activation_embed")

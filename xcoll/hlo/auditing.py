@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -114,11 +114,13 @@ def audit_program(
     network = Network(mesh, topology)
     analysis = getattr(compiled, "cost_analysis", lambda: None)()
     compute = compute_of(module, counts, topology.device, analysis)
-    overlap = overlaps(module, compute)
+    times_s = {c.name: time_ps * PS for c, time_ps in _timed(found, network)}
+    overlap = overlaps(module, compute, times_s)
     num_axes = sum(size > 1 for size in mesh.shape.values())
     written = None if lowered is None else lambda: WrittenProgram(lowered, num_axes)
     origins = Origins(module, Frames(text), written)
-    rows = tuple(_row(c, network, overlap[c.name], origins) for c in found)
+    is_timed = compute.time_s is not None
+    rows = tuple(_row(c, network, overlap[c.name], is_timed, origins) for c in found)
     return Audit(
         rows=rows,
         axis_sizes=dict(mesh.shape),
@@ -133,7 +135,16 @@ def audit_program(
     )
 
 
-def _row(c: Collective, network: Network, overlap: Overlap, origins: Origins) -> Row:
+def _timed(found: Sequence[Collective], network: Network) -> Iterator[tuple[Collective, int]]:
+    for c in found:
+        time_ps = None if c.unread else network.time_ps(c)
+        if time_ps is not None:
+            yield c, time_ps
+
+
+def _row(
+    c: Collective, network: Network, overlap: Overlap, is_timed: bool, origins: Origins
+) -> Row:
     origin = origins.of(c)
     unread = c.unread
     axes: tuple[str, ...] | None = None
@@ -146,7 +157,9 @@ def _row(c: Collective, network: Network, overlap: Overlap, origins: Origins) ->
         wire, levels = network.wire_bytes(c), network.level_bytes(c)
         time_ps, bound_ps = network.time_ps(c), network.bound_ps(c)
     time_s = None if time_ps is None else time_ps * PS
-    hidden_s = None if time_s is None else min(time_s, overlap.work_s)
+    # Beside computation of unknown length an unknown part is hidden.
+    is_known = time_s is not None and (is_timed or not overlap.is_async)
+    hidden_s = min(time_s, overlap.work_s) if is_known and time_s is not None else None
     return Row(
         name=c.name,
         kind=c.kind,

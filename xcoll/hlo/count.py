@@ -76,7 +76,8 @@ def wire_bytes(
       Bytes for each axis of the mesh, in its order.
 
     Raises:
-      ValueError: a collective runs an unknown number of times and ``unknown_trips`` is None.
+      ValueError: a collective runs an unknown number of times and ``unknown_trips`` is None, or it
+        could not be read.
     """
     return busiest(mesh.axis_names, _sent("wire_bytes", program, mesh, unknown_trips))
 
@@ -113,6 +114,11 @@ def _sent(
     """Yields what each collective sends, and its operand's bytes times its executions."""
     wires = Wires(mesh)
     for collective in collectives(program):
+        if collective.unread:
+            raise ValueError(
+                f"{call}: {collective.name} ({collective.kind}) could not be read:"
+                f" {collective.unread}; xcoll.audit shows what is known of it"
+            )
         times = collective.executions if collective.executions is not None else unknown_trips
         if times is None:
             raise ValueError(

@@ -23,9 +23,9 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("operand", "right"),
     ("sent over", "left"),
     ("runs", "right"),
-    ("time\nbound", "right"),
+    ("time,\nbound", "right"),
     ("exposed", "right"),
-    ("made by", "left"),
+    ("made by,\nfor", "left"),
 )
 
 
