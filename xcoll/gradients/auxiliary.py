@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from xcoll import collectives
 from xcoll.errors import unknown
-from xcoll.gradients.arguments import per_leaf
+from xcoll.gradients.batches import per_leaf
 
 REDUCTIONS = {
     "mean": collectives.pmean,

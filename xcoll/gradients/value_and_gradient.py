@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from xcoll import collectives, cut_rules, graphs
 from xcoll.calls import Axes
 from xcoll.errors import UnsupportedError, XcollWarning
-from xcoll.gradients import arguments, auxiliary
+from xcoll.gradients import arguments, auxiliary, batches
 from xcoll.gradients.options import axis_names
 from xcoll.policy import Policy
 from xcoll.primitives import Region, bind, is_disabled
@@ -61,9 +61,11 @@ def value_and_grad(
     A parameter may be divided over axes of the partitioner. A plan that cuts its gradient has to
     know how, or the gradient is summed by XLA's own collective and the report says so. It is known
     from the type where axes are Explicit, from the array outside of `jax.jit`, and else from
-    ``param_specs``: inside `jax.jit`, Auto axes do not show. Parameters divided over one of
-    ``axis_name`` (FSDP) are an error where that is known: leave that axis to the partitioner, with
-    ``axis_name="dcn"`` for example.
+    ``param_specs``: inside `jax.jit`, Auto axes do not show.
+
+    Parameters divided over one of ``axis_name`` (FSDP) are an error where that is known, and
+    gathered elsewhere: leave that axis to the partitioner, with ``axis_name="dcn"`` for example,
+    and their gradients are divided as they are.
 
     ``fun`` may use collectives over ``axis_name``. A loss that divides by a number of its own, such
     as tokens that are not padding, is the whole batch's with that of all ranks:
@@ -181,19 +183,19 @@ class ValueAndGrad:
                 " change on a copy; split it: graph, params, rest = nnx.split(model, nnx.Param,"
                 " ...), give params and rest, and nnx.merge(graph, params, rest, copy=True) in fun"
             )
-        positions = _positions(self._argnums, len(args))
+        positions = arguments.positions_of(self._argnums, len(args))
         mesh = arguments.mesh_of(self._mesh, (args, kwargs), self._axes)
         params = tuple(args[i] for i in positions)
         is_tuple = not isinstance(self._argnums, int | np.integer)
         cuts = arguments.param_cuts(params, self._param_specs, is_tuple, self._axes, mesh)
         self._warn_of_unknown(cuts, mesh)
         rest = ([arg for i, arg in enumerate(args) if i not in positions], kwargs)
-        specs = arguments.batch_specs(
+        specs = batches.batch_specs(
             self._fun, args, kwargs, positions, self._in_axes, self._axes, mesh
         )
         leaves, structure = jax.tree.flatten(rest)
         traced = {i: spec for i, spec in enumerate(specs) if spec is not None}
-        batch = [arguments.placed(leaves[i], spec, self._axes, mesh) for i, spec in traced.items()]
+        batch = [batches.placed(leaves[i], spec, self._axes, mesh) for i, spec in traced.items()]
         # Beside axes of the partitioner XLA refuses a sum over axes of one rank only.
         ranks = tuple(axis for axis in self._axes if mesh.shape[axis] > 1)
         # Tracing the body forgets it, and the report shall name the line.
@@ -260,7 +262,9 @@ class ValueAndGrad:
 
     def _warn_of_unknown(self, cuts: Sequence[PartitionSpec | None], mesh: Any) -> None:
         unknown = sum(cut is None for cut in cuts)
-        left = [a for a, n in mesh.shape.items() if n > 1 and a not in self._axes]
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        auto = [a for a, kind in kinds if kind == AxisType.Auto and a not in self._axes]
+        left = [a for a in auto if mesh.shape[a] > 1]
         if unknown and left and self.policy.is_lossy:
             warnings.warn(
                 f"{self!r}: how {unknown} of {len(cuts)} parameters are divided over"
@@ -295,31 +299,3 @@ def _constrained(x: Any, cut: PartitionSpec | None) -> Any:
         return x
     entries = cut_rules.entries(cut, jnp.ndim(x), auto)
     return lax.with_sharding_constraint(x, cut_rules.partition_spec(entries))
-
-
-def _positions(argnums: Any, num_args: int) -> tuple[int, ...]:
-    """Returns the differentiated positions, each at least 0.
-
-    Raises:
-      TypeError: they are no integers.
-      ValueError: one is out of range, or repeated.
-    """
-    given = (argnums,) if isinstance(argnums, int | np.integer) else argnums
-    if not isinstance(given, tuple | list) or not all(
-        isinstance(i, int | np.integer) and not isinstance(i, bool) for i in given
-    ):
-        raise TypeError(
-            f"value_and_grad(argnums={argnums!r}): must be an integer or a tuple of them"
-        )
-    for i in given:
-        if not -num_args <= i < num_args:
-            raise ValueError(
-                f"value_and_grad(argnums={argnums!r}): {i} is out of range for {num_args}"
-                " positional arguments; parameters are to be passed by position"
-            )
-    positions = tuple(int(i) % num_args for i in given)
-    if len(set(positions)) < len(positions) or not positions:
-        raise ValueError(
-            f"value_and_grad(argnums={argnums!r}): must name each argument once, and at least one"
-        )
-    return positions
