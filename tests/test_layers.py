@@ -24,7 +24,6 @@ LAYERS = (
         "accounting",
         "routes",
         "simulate",
-        "aot",
     ),
     (
         "roundoff",
@@ -50,6 +49,7 @@ LAYERS = (
         "layouts",
         "systems",
         "device_order",
+        "aot",
         "mesh_report",
         "mesh_analysis",
         "agreement",

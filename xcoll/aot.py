@@ -26,7 +26,9 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 
 from xcoll import _compat
+from xcoll.device_order import make_mesh
 from xcoll.memory import Memory, memory_of
+from xcoll.topology import Topology
 
 TPU_KINDS = ("v3", "v4", "v5e", "v5p", "v6e", "tpu7x")
 """TPU generations whose topologies can be named."""
@@ -84,7 +86,9 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
         devices a chip, as on v3 and v4), several slices ``"2*v5e:2x2"``, one GPU host ``"h100:8"``,
         or several ``"4*h100:8"``; the same with ``"h200"``.
       axis_shapes: size of each mesh axis; together as many as there are devices. Slices
-        (hosts) are laid out over the first axes whose sizes divide them.
+        (hosts) are laid out over the first axes whose sizes divide them. Within them the order is
+        that of `jax.make_mesh`, or, where that puts no axis on links of its own, of
+        `xcoll.make_mesh`.
       axis_names: a name for each.
 
     Returns:
@@ -124,7 +128,18 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
             array[where] = mesh_utils.create_device_mesh(
                 inner, list(granule), allow_split_physical_axes=True
             )
-    return jax.sharding.Mesh(array, tuple(axis_names))
+    made = jax.sharding.Mesh(array, tuple(axis_names))
+    if Topology.from_mesh(made).is_known:
+        return made
+    # jax orders eight chips of v5e as one ring, and cores of tpu7x apart, so that no axis lies on
+    # links of its own, and nothing could be said of its bandwidth.
+    return make_mesh(
+        tuple(axis_shapes),
+        tuple(axis_names),
+        made.axis_types,
+        devices=[device for granule in granules for device in granule],
+        traffic={name: 4**place for place, name in enumerate(axis_names)},
+    )
 
 
 @functools.cache
