@@ -17,6 +17,7 @@ from spmd import mesh_of
 import xcoll
 from xcoll import Policy, aot, codecs
 from xcoll.algorithms import hierarchical, ring
+from xcoll.hlo.auditing import audit
 from xcoll.hlo.compared import Compared
 from xcoll.hlo.planned import PlanCheck, against, check_plan
 from xcoll.plan import Operation
@@ -218,14 +219,20 @@ def tensor_parallel(w1, w2, x):
     )(w1, w2, x)
 
 
-def test_what_the_partitioner_adds_and_cuts():
+def partitioned():
+    """Arguments of `tensor_parallel`, and their mesh."""
     mesh = mesh_of(2, 4, names=("data", "model"))
 
     def given(shape, *spec):
         sharding = jax.NamedSharding(mesh, P(*spec))
         return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
 
-    arguments = (given((16, 32), None, "model"), given((32, 16), "model"), given((8, 16), "data"))
+    weights = given((16, 32), None, "model"), given((32, 16), "model")
+    return mesh, (*weights, given((8, 16), "data"))
+
+
+def test_what_the_partitioner_adds_and_cuts():
+    mesh, arguments = partitioned()
     check = check_plan(tensor_parallel, *arguments, mesh=mesh)
     cut = "cut over axes that are the partitioner's"
     assert lines(check) == [
@@ -237,6 +244,25 @@ def test_what_the_partitioner_adds_and_cuts():
     ]
     assert check.is_explained and not check.is_equal
     assert check.by_axis["model"].planned == 0
+
+
+def test_only_the_partitioner_acts_where_nothing_was_planned():
+    """libtpu keeps no names between slices: nothing then says who made a collective."""
+    mesh, arguments = partitioned()
+    fn = jax.jit(xcoll.optimize(tensor_parallel))
+    with jax.set_mesh(mesh):
+        lowered = fn.lower(*arguments)
+    found = audit(lowered, mesh=mesh)
+    rows = tuple(dataclasses.replace(row, made_by="unknown") for row in found.rows)
+    nameless = dataclasses.replace(found, rows=rows)
+
+    def verdicts(lowered):
+        check = against(fn.reports[-1], nameless, "cpu", lowered)
+        return {row.verdict for row in check.rows if row.axes == ("model",)}
+
+    assert verdicts(lowered) == {"added by the partitioner"}
+    # Of a program that nothing is known of, it could be anyone's.
+    assert verdicts(None) == {"not explained"}
 
 
 TPU = "2*v5e:2x2"
@@ -341,14 +367,14 @@ def test_a_wrong_report_is_not_explained(wrong):
     )  # fmt: skip
     sharding = jax.NamedSharding(mesh, P(AXES))
     lowered = fn.lower(jax.ShapeDtypeStruct((64, 3), "float32", sharding=sharding))
-    report, audit = fn.reports[-1], xcoll.hlo.auditing.audit(lowered)
-    assert against(report, audit, "cpu", lowered).is_equal
+    report, found = fn.reports[-1], audit(lowered)
+    assert against(report, found, "cpu", lowered).is_equal
     (site,) = report.sites
     operations = () if WRONG[wrong] is None else (WRONG[wrong],)
     # What a plan says it emits follows from its stages; here it is made to say something else.
     plan = dataclasses.replace(site.plan, operations=operations)
     report = dataclasses.replace(report, sites=(dataclasses.replace(site, plan=plan),))
-    check = against(report, audit, "cpu", lowered)
+    check = against(report, found, "cpu", lowered)
     assert not check.is_explained and not check.is_equal
     assert "not explained" in {row.verdict for row in check.rows}
     assert_complete(check)
@@ -356,8 +382,8 @@ def test_a_wrong_report_is_not_explained(wrong):
 
 def test_wrong_bytes_over_an_axis_are_not_explained():
     check = checked("cpu", lambda x: lax.psum(x, "device"), (8, 3))
-    audit = dataclasses.replace(check.audit, wire_bytes={"host": 0, "device": 145})
-    found = against(check.report, audit, "cpu")
+    found = dataclasses.replace(check.audit, wire_bytes={"host": 0, "device": 145})
+    found = against(check.report, found, "cpu")
     assert {row.verdict for row in found.rows} == {"equal"}
     # 96 bytes over four: 2 * 3/4 of them.
     assert dataclasses.astuple(found.by_axis["device"]) == (144, 145, "not explained")
@@ -372,16 +398,16 @@ def test_bytes_of_large_plans_are_an_upper_bound():
         (143, "planned as an upper bound, for so many ranks"),
         (145, "not explained"),
     ]:
-        audit = dataclasses.replace(check.audit, wire_bytes={"host": 0, "device": emitted})
-        assert against(report, audit, "cpu").by_axis["device"].verdict == verdict
+        found = dataclasses.replace(check.audit, wire_bytes={"host": 0, "device": emitted})
+        assert against(report, found, "cpu").by_axis["device"].verdict == verdict
 
 
 def test_what_cannot_be_read_is_not_explained():
     check = checked("cpu", lambda x: lax.psum(x, "device"), (8, 3))
     (row,) = check.audit.rows
     unread = dataclasses.replace(row, name="k", kind="custom-call", axes=None, unread="a kernel")
-    audit = dataclasses.replace(check.audit, rows=(row, unread))
-    found = against(check.report, audit, "cpu")
+    found = dataclasses.replace(check.audit, rows=(row, unread))
+    found = against(check.report, found, "cpu")
     assert {line.verdict for line in found.rows} == {
         "equal",
         "not explained: the program does not show what it sends",

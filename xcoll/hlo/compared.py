@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcoll.hlo.promised import Promise
+from xcoll.hlo.promised import Given, Promise
 from xcoll.hlo.rows import Row
 
 EQUAL = "equal"
@@ -79,10 +79,14 @@ class Open:
       planned: all promises.
       rows: all rows of the audit.
       platform: what the program was compiled for.
+      given: the program that XLA was given.
     """
 
-    def __init__(self, planned: Sequence[Promise], rows: Sequence[Row], platform: str):
-        self.platform, self.rows, self.promises = platform, rows, planned
+    def __init__(
+        self, planned: Sequence[Promise], rows: Sequence[Row], platform: str, given: Given
+    ):
+        self.platform, self.given = platform, given
+        self.rows, self.promises = rows, planned
         self.lines: list[Compared] = []
         self.planned = [
             Item(

@@ -53,7 +53,7 @@ def compared(
       platform: what it was compiled for.
       given: the program that XLA was given.
     """
-    left = Open(planned, rows, platform)
+    left = Open(planned, rows, platform, given)
     for rule in (
         _nothing,
         _sliced,
@@ -66,10 +66,10 @@ def compared(
         _undone,
         _resized,
         _shifted,
+        _cut,
+        _removed,
     ):
         rule(left)
-    _cut(left, given)
-    _removed(left, given)
     left.close([], [item for item in left.emitted if item.axes is None], UNREAD)
     left.close(left.planned, left.emitted, NOT_EXPLAINED)
     return tuple(left.lines)
@@ -119,7 +119,14 @@ def _nothing(left: Open) -> None:
 
 
 def _added(left: Open) -> None:
-    found = [i for i in left.emitted if i.row is not None and i.row.made_by == "partitioner"]
+    """What the partitioner has made: by its name, or over axes on which nothing was planned."""
+    planned = {axis for promise in left.promises for axis in promise.axes}
+    found = []
+    for item in left.emitted:
+        assert item.row is not None
+        is_apart = item.axes is not None and planned.isdisjoint(item.axes)
+        if item.row.made_by == "partitioner" or (is_apart and left.given.is_partitioned):
+            found.append(item)
     left.close([], found, ADDED)
 
 
@@ -185,28 +192,28 @@ def _shifted(left: Open) -> None:
             left.close([], moves, SHIFTED)
 
 
-def _cut(left: Open, given: Given) -> None:
+def _cut(left: Open) -> None:
     """Operands of which the partitioner leaves each device a part, in the program given to XLA.
 
     A plan knows of that only where it is written near the collective.
     """
     for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
-        if not p or not e or not given.is_partitioned:
+        if not p or not e or not left.given.is_partitioned:
             continue
-        others = [size for a, size in given.axis_sizes.items() if a not in (p[0].axes or ())]
+        others = [size for a, size in left.given.axis_sizes.items() if a not in (p[0].axes or ())]
         parts = {
             math.prod(some) for n in range(len(others) + 1) for some in combinations(others, n)
         }
         planned = sorted(size for item in p for size in [item.num_bytes] * item.count)
         emitted = sorted(size for item in e for size in _operands(item) * item.count)
         if len(planned) == len(emitted) and all(
-            whole % one == 0 and whole // one in parts
+            one and whole % one == 0 and whole // one in parts
             for whole, one in zip(planned, emitted, strict=True)
         ):
             left.close(p, e, CUT)
 
 
-def _removed(left: Open, given: Given) -> None:
+def _removed(left: Open) -> None:
     """Operations of which the program given to XLA has as many as planned, and XLA's fewer."""
     for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
         planned = grouped(p, lambda item: item.key)
@@ -214,13 +221,13 @@ def _removed(left: Open, given: Given) -> None:
             total(items) <= total(planned.get(key, []))
             for key, items in grouped(e, lambda item: item.key).items()
         )
-        if p and fewer and all(_is_written(left, given, item.kind, item.num_bytes) for item in p):
+        if p and fewer and all(_is_written(left, item.kind, item.num_bytes) for item in p):
             left.close(p, e, REMOVED)
 
 
-def _is_written(left: Open, given: Given, kind: str, num_bytes: int) -> bool:
+def _is_written(left: Open, kind: str, num_bytes: int) -> bool:
     alike = [p.written for p in left.promises if (p.kind, p.num_bytes) == (kind, num_bytes)]
-    return given.writes(kind, num_bytes) == sum(alike)
+    return left.given.writes(kind, num_bytes) == sum(alike)
 
 
 def _operands(item: Item) -> list[int]:
