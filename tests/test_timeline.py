@@ -214,7 +214,8 @@ def test_of_a_loop_of_unknown_length_one_iteration_is_drawn_and_that_is_said():
 
 BRANCHES = """HloModule f, is_scheduled=true, num_partitions=4
 %short (a: f32[2]) -> f32[2] {
-  ROOT %a = f32[2]{0} parameter(0)
+  %a = f32[2]{0} parameter(0)
+  ROOT %idle = f32[2]{0} negate(%a)
 }
 %long (b: f32[2]) -> f32[2] {
   %b = f32[2]{0} parameter(0)
@@ -246,6 +247,9 @@ def test_of_a_conditional_the_branch_that_takes_longest_is_drawn():
     ]
     assert events[0].note == "the branch that takes longest"
     assert events[3].note == "only if its branch is taken"
+    # One without collectives is one of them.
+    events = events_of(parse(BRANCHES), rows, Times(work=3, idle=6, choice=6))
+    assert in_ms(events) == [("compute", "idle", 0, 6), ("loops and branches", "choice", 0, 6)]
 
 
 FUSED = """HloModule f, is_scheduled=true, num_partitions=4
