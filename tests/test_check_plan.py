@@ -435,5 +435,7 @@ def test_arguments_are_checked():
         check_plan(3)
     with pytest.raises(TypeError, match="check_plan"):
         check_plan(lambda x: x, jnp.ones(3), policy="ring")
+    with xcoll.disable(), pytest.raises(ValueError, match="switched off"):
+        check_plan(lambda x: 2 * x, jnp.ones(3))
     with pytest.raises(ValueError, match="pass mesh="):
         check_plan(lambda x: 2 * x, jnp.ones(3))

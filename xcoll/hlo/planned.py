@@ -220,12 +220,17 @@ def against(
     """
     planned = promises(report, audit.axis_sizes, platform)
     rows = compared(planned, audit.rows, platform, Given(lowered, audit.axis_sizes))
-    by_axis = {axis: _axis(axis, report, audit, rows) for axis in audit.axis_sizes}
+    sent = report.wire_bytes()
+    by_axis = {
+        axis: _axis(axis, sent.get(axis, 0), audit.wire_bytes.get(axis, 0), rows, report)
+        for axis in audit.axis_sizes
+    }
     return PlanCheck(rows=rows, by_axis=by_axis, report=report, audit=audit)
 
 
-def _axis(axis: str, report: Report, audit: Audit, rows: tuple[Compared, ...]) -> AxisBytes:
-    planned, emitted = report.wire_bytes().get(axis, 0), audit.wire_bytes.get(axis, 0)
+def _axis(
+    axis: str, planned: int, emitted: int, rows: tuple[Compared, ...], report: Report
+) -> AxisBytes:
     if planned == emitted:
         return AxisBytes(planned=planned, emitted=emitted, verdict=EQUAL)
     reasons = dict.fromkeys(
