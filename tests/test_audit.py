@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from audits import audit, row
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -95,6 +96,23 @@ def test_what_can_be_audited():
         assert found.memory == audits[0].memory
     by_text = xcoll.audit(compiled.as_text(), mesh=mesh)
     assert by_text.rows == audits[-1].rows and by_text.memory is None
+
+
+def test_a_jitted_method_has_its_object():
+    mesh = mesh_of()
+
+    class Scaled:
+        def __init__(self, by):
+            self.by = by
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def mean(self, x):
+            return (x * self.by).mean()
+
+    x = struct(mesh, (8, 128), "data")
+    found = xcoll.audit(Scaled(2).mean, x)
+    assert [(row.kind, row.axes) for row in found.rows] == [("all-reduce", ("data",))]
+    assert aot.compile(Scaled(2).mean, x).memory.outputs == 4
 
 
 def test_a_mesh_is_set_for_the_trace():
@@ -215,3 +233,27 @@ def test_a_long_name_does_not_break_the_table():
     assert max(map(len, lines)) <= 120
     assert "xcoll: 2 collectives in the compiled program, mesh (data=2, model=4)" in lines[0]
     assert any("all-reduce" in line and "data" in line for line in lines)
+
+
+def test_names_that_are_too_long_fold_and_hide_nothing():
+    axes = {f"a_mesh_axis_with_a_long_name_{i}": 2 for i in range(12)}
+    name = "params['decoder']['layers_11']['attention']['query']['kernel']"
+    sends = row(
+        "p",
+        kind="collective-permute",
+        axes=tuple(axes),
+        wire_bytes={axis: 10 for axis in axes},
+        op_name=name,
+        source="/home/me/models/a_long_name_of_a_module_with_a_transformer.py:1234",
+        is_near=True,
+        is_async=True,
+        conditional=True,
+        executions=100_000,
+        made_by="differentiation",
+    )
+    hidden = row("k", axes=None, wire_bytes={}, unread="which devices: " + "not said " * 20)
+    shown = str(audit(sends, hidden, axis_sizes=axes))
+    assert max(map(len, shown.splitlines())) <= 100
+    for part in ("100000", "in a branch", "4 µs", "async", "differentiation", "? not read"):
+        assert part in shown
+    assert shown.count("not said") == 20

@@ -186,3 +186,62 @@ ENTRY %main (x: f32[8]) -> f32[8] {{
     assert frames.source(instructions["lost"]) is None
     assert frames.source(instructions["old"]) == "/a/b.py:7"
     assert frames.source(instructions["x"]) is None
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "tpu7x:2x2x1", "h100:8"])
+def test_gathers_of_arguments_have_the_line_that_needs_them(name):
+    """They are named by the argument, and stand apart: in fusions, or on the SparseCores."""
+    mesh = aot.mesh(name, (8,), ("data",))
+
+    def step(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)  # the layers
+        return x
+
+    def struct(shape):
+        sharding = NamedSharding(mesh, P("data"))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    audit = xcoll.audit(step, [struct((2048, 2048))] * 3, struct((4096, 2048)))
+    lines, first = inspect.getsourcelines(step)
+    (line,) = [first + i for i, text in enumerate(lines) if "the layers" in text]
+    assert {row.kind for row in audit.rows} == {"all-gather"}
+    assert {row.source for row in audit.rows} == {f"{FILE}:{line}"}
+    assert {row.made_by for row in audit.rows} == {"partitioner"}
+    # 2048 / 8 rows of 2048 bfloat16 to each of 7 others, for three weights.
+    assert audit.wire_bytes == {"data": 3 * 7 * 256 * 2048 * 2}
+    assert "ws[" in str(audit) and ("tpu7x" not in name or all(r.is_async for r in audit.rows))
+
+
+def test_callbacks_are_the_users_and_go_to_the_host():
+    mesh = aot.mesh("v5e:2x2", (4,), ("data",))
+
+    def step(x):
+        jax.debug.print("{}", x[0, 0])
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, P())) * 2
+
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    audit = xcoll.audit(step, x)
+    host = [row for row in audit.rows if row.kind in ("send", "recv")]
+    assert host and all((row.made_by, row.axes, row.time_s) == ("user", (), None) for row in host)
+    # Nothing is known of their time: there are no totals, but what is known is shown.
+    assert audit.exposed_s is None and "exposed at least" in str(audit) and "host" in str(audit)
+
+
+def test_what_starts_and_what_xla_gpu_leaves_nameless_is_the_users():
+    mesh = aot.mesh("h100:4", (4,), ("data",))
+
+    def scattered(x):
+        return lax.psum_scatter_start(x, "data", tiled=True).done()
+
+    def ragged(x):
+        at, one = jnp.arange(4, dtype=jnp.int32), jnp.ones(4, jnp.int32)
+        return lax.ragged_all_to_all(x, 0 * x, at, one, at, one, axis_name="data")
+
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    for fn, kind in ((scattered, "reduce-scatter"), (ragged, "ragged-all-to-all")):
+        compiled = aot.compile(
+            fn, x, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+        )
+        (row,) = xcoll.audit(compiled, mesh=mesh).rows
+        assert (row.kind, row.made_by, row.axes) == (kind, "user", ("data",))

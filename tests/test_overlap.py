@@ -14,7 +14,7 @@ from xcoll.hlo.text import parse
 from xcoll.hlo.work import compute_of
 
 X = "f32[1000]"
-PASS_S = {"v5e": 8000 / 819e9, "h100": 8000 / 3350e9}
+PASS_S = {"v5e": 8000 / 819e9, "tpu7x": 8000 / 3690e9, "h100": 8000 / 3350e9}
 """Time to negate 1000 float32: 4000 bytes read and as many written, at memory bandwidth."""
 
 
@@ -103,6 +103,27 @@ def test_asynchronous_calls_of_a_collective():
         negate("b"),
     )
     assert found(*lines, called=called) == {"r": (True, 2)}
+
+
+def test_what_the_sparse_cores_carry_out_starts_where_it_is_handed_its_operand():
+    called = f"""
+%called (p: {X}) -> {X} {{
+  %p = {X} parameter(0)
+  ROOT %r = {X} all-reduce(%p), replica_groups={{}}, to_apply=%add
+}}, execution_thread="sparsecore"
+"""
+    lines = (
+        IN,
+        '%s = ((), (), s32[8192]) custom-call-start(), async_execution_thread="sparsecore",'
+        " called_computations={%called}",
+        negate("a"),
+        f"%u = (({X}), {X}, s32[8192]) custom-call-update(%s, %a)",
+        negate("b"),
+        negate("c"),
+        f"%d = {X} custom-call-done(%u)",
+        negate("e"),
+    )
+    assert found(*lines, called=called, kind="tpu7x") == {"r": (True, 2)}
 
 
 def test_send_and_recv():

@@ -250,6 +250,22 @@ def test_what_moves_or_names_values_computes_nothing():
     assert time_s(*nothing.strip().splitlines()) == 0.0
 
 
+def test_the_sparse_cores_take_no_time_of_the_others():
+    called = """
+%called (p: f32[1000]) -> f32[1000] {
+  %p = f32[1000] parameter(0)
+  ROOT %n = f32[1000] negate(%p)
+}, execution_thread="sparsecore"
+"""
+    lines = (
+        "%x = f32[1000] parameter(0)",
+        "%s = ((), (), s32[8192]) custom-call-start(), called_computations={%called}",
+        "%u = ((f32[1000]), f32[1000], s32[8192]) custom-call-update(%s, %x)",
+        "%d = f32[1000] custom-call-done(%u)",
+    )
+    assert time_s(*lines, called=called, kind="tpu7x") == 0.0
+
+
 def test_arrays_on_chip_count_where_they_were_prefetched():
     chip = "f32[1024,1024]{1,0:T(8,128)S(1)}"
     size = 4 * 1024 * 1024

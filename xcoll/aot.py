@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -256,9 +257,8 @@ def compile(
       4194304
     """
     if in_specs is None and out_specs is None:
-        jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return _program(jitted.lower(*args, **kwargs))
+            return _program(lower(fn, *args, **kwargs))
     call = f"aot.compile({getattr(fn, '__name__', fn)})"
     if mesh is None or out_specs is None or kwargs:
         raise ValueError(
@@ -276,6 +276,21 @@ def compile(
     ]
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
     return _program(jax.jit(mapped).lower(*placed))
+
+
+def lower(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Lowers a function for arguments, with its own options where it is jitted.
+
+    Args:
+      fn: a function, jitted or not, or a method.
+      *args: its arguments.
+      **kwargs: the same.
+    """
+    # A jitted method hands on the attributes of its function, which knows no object.
+    bound = (fn.__self__,) if inspect.ismethod(fn) and hasattr(fn, "lower") else ()
+    jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
+    lowered: jax.stages.Lowered = jitted.lower(*bound, *args, **kwargs)
+    return lowered
 
 
 def _program(lowered: jax.stages.Lowered) -> Program:

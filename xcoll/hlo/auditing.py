@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -205,12 +206,11 @@ def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> tuple[Any, 
         return (fn, fn.compile()) if isinstance(fn, jax.stages.Lowered) else (None, fn)
     if not callable(fn):
         raise TypeError(
-            f"audit(fn_or_compiled={fn!r}): must be a function, or what jax.jit(f).lower(...) or"
-            f" its .compile() returned, not {type(fn).__name__}"
+            f"audit(fn_or_compiled={reprlib.repr(fn)}): must be a function, or what"
+            f" jax.jit(f).lower(...) or its .compile() returned, not {type(fn).__name__}"
         )
-    jitted: Callable[..., Any] = fn if hasattr(fn, "lower") else jax.jit(fn)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        lowered = jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
+        lowered = aot.lower(fn, *args, **kwargs)
         return lowered, lowered.compile()
 
 

@@ -10,23 +10,28 @@ from functools import cached_property
 
 from xcoll.hlo.frames import Frames
 from xcoll.hlo.reader import Collective
-from xcoll.hlo.text import Instruction, Module
+from xcoll.hlo.text import WRAPPERS, Instruction, Module
 from xcoll.hlo.written import Written, WrittenProgram
 from xcoll.stages import SCOPE
 
 # fmt: off
 PRIMITIVES = frozenset({
     "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pallas_call",
-    "pbroadcast", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "ragged_all_to_all",
-    "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier",
+    "pbroadcast", "pbroadcast_dynamic", "pmax", "pmin", "ppermute", "precv", "psend", "psum",
+    "psum_invariant", "ragged_all_to_all", "reduce_scatter", "unreduced_pmax", "unreduced_pmin",
+    "unreduced_psum", "unreduced_reduce_scatter", "xcoll_barrier",
+    "debug_callback", "debug_print", "io_callback", "pure_callback",
 })
-"""Names of equations that are collectives, as they end the name of an operation."""
+"""Names of equations that are collectives or call the host, as they end the name of an operation.
+
+Also with ``_start`` and ``_done``.
+"""
 # fmt: on
 
 _RENDEZVOUS = "_xla_host_transfer_rendezvous"
 
 _FARTHEST = 64
-"""Instructions without a name that are passed over in search of one that has a name."""
+"""Instructions without a name or a line that are passed over in search of one that has them."""
 
 
 @dataclass(frozen=True)
@@ -95,21 +100,21 @@ class Origins:
 
     def _of(self, collective: Collective, computation: str, instruction: Instruction) -> Origin:
         # What the TPU compiler has wrapped in a fusion is named by the fusion.
-        while not instruction.op_name and len(callers := self._callers.get(computation, [])) == 1:
-            if callers[0][1].opcode not in ("fusion", "async-start"):
-                break
-            computation, instruction = callers[0]
+        place: tuple[str, Instruction] | None = computation, instruction
+        while not instruction.op_name and (outer := self._outside(computation)):
+            place = computation, instruction = outer
         op_name = instruction.op_name
         source, near = self._frames.source(instruction), ""
         is_near = False
-        if not op_name or source is None:
-            for neighbour in self._neighbours(computation, instruction):
+        while place and not ((op_name or near) and source):
+            for neighbour in self._neighbours(*place):
                 near = near or neighbour.op_name
                 if source is None:
                     source = self._frames.source(neighbour)
                     is_near = source is not None
                 if near and source:
                     break
+            place = self._outside(place[0])
         is_marked = 'is_spmd_generated="true"' in instruction.attributes
         if op_name or is_marked:
             return Origin(op_name, _made_by(op_name, is_marked), source, is_near)
@@ -118,6 +123,12 @@ class Origins:
         if behind and len(sources) == 1 and None not in sources:
             source, is_near = sources.pop(), False
         return Origin("", self._guess(instruction, near, behind), source, is_near)
+
+    def _outside(self, computation: str) -> tuple[str, Instruction] | None:
+        """Returns where the one fusion or asynchronous call stands that runs a computation."""
+        callers = self._callers.get(computation, [])
+        is_one = len(callers) == 1 and callers[0][1].opcode in WRAPPERS
+        return callers[0] if is_one else None
 
     def _behind(self, collective: Collective) -> list[Written]:
         """Returns what a nameless operation can be of the program before compilation."""
@@ -139,12 +150,17 @@ class Origins:
             return "xcoll"
         rendezvous = instruction.attribute(_RENDEZVOUS) or ""
         for name in (instruction.name, rendezvous.strip('"')):
-            if re.sub(r"[.\d_]*$", "", name) in PRIMITIVES:
+            # XLA:GPU drops the name of what no partitioner makes, with that of its neighbours.
+            is_ragged = instruction.opcode == "ragged-all-to-all"
+            if is_ragged or re.sub(r"[.\d_]*$", "", name) in PRIMITIVES:
                 return "differentiation" if "transpose(" in near else "user"
         return "unknown" if self._has_manual or not near else "partitioner"
 
     def _neighbours(self, computation: str, start: Instruction) -> Iterator[Instruction]:
-        """Yields what a nameless operation feeds and is fed by, nearest first, through nameless."""
+        """Yields what an operation feeds and is fed by, nearest first.
+
+        It goes on through those without a name or a line.
+        """
         instructions = self._module.computations[computation].instructions
         users = self._users_in(computation)
         seen, queue = {start.name}, deque([start])
@@ -158,7 +174,8 @@ class Origins:
                 if neighbour.opcode in ("parameter", "constant"):
                     continue
                 yield neighbour
-                if not neighbour.op_name:
+                # What is done to an argument has its name, and no line.
+                if not neighbour.op_name or self._frames.source(neighbour) is None:
                     queue.append(neighbour)
 
     def _users_in(self, computation: str) -> dict[str, list[str]]:
@@ -178,12 +195,14 @@ def _made_by(op_name: str, is_marked: bool) -> str:
     'user'
     >>> _made_by("jit(f)/shard_map/transpose(jvp())/reduce_scatter", False)
     'differentiation'
+    >>> _made_by("jit(f)/shard_map/reduce_scatter_start", False)
+    'user'
     >>> _made_by("jit(f)/bsf,fd->bsd/dot_general", False)
     'partitioner'
     """
     *path, last = op_name.split("/")
     # Where XLA has made one operation of several, it writes (one:other).
-    names = {name.strip("()") for name in last.split(":")}
+    names = {re.sub("_(start|done)$", "", name.strip("()")) for name in last.split(":")}
     if is_marked:
         return "partitioner"
     if SCOPE in path:

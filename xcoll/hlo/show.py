@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -28,23 +29,28 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("made by,\nfor", "left"),
 )
 
+_WIDEST = 24  # an argument's name
+_ARGUMENT = re.compile(r"[A-Za-z_]\w*(?:[.\[].*)?")
+
 
 def show(audit: Findings) -> Any:
     """Returns what rich prints for an audit: rows alike are one, the costliest first."""
     table = Table(
-        title=f"xcoll: {_summary(audit)}",
-        title_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
     for name, justify in _COLUMNS:
-        table.add_column(name, justify=justify, no_wrap=True)
+        # Names of axes, arguments and files may be long: their columns give way to the others.
+        is_named = name in ("sent over", "made by,\nfor")
+        table.add_column(name, justify=justify, no_wrap=not is_named, overflow="fold")
     for rows in _alike(audit):
         table.add_row(*_cells(rows))
-    parts: list[Any] = [table] if audit.rows else [Text(f"xcoll: {_summary(audit)}")]
-    parts += ["", *(Text(line) for line in _totals(audit))]
+    # The summary is no title of the table: that would break it at the table's width.
+    parts: list[Any] = [Text(f"xcoll: {_summary(audit)}")]
+    parts += ["", table, ""] if audit.rows else [""]
+    parts += [_indented(line) for text in _totals(audit) for line in text.splitlines()]
     if audit.advice:
         parts.append("")
     for advice in audit.advice:
@@ -91,17 +97,42 @@ def _cells(rows: list[Row]) -> Iterator[str]:
     yield name + (f" x{number}" if number > 1 else "")
     yield f"{'+'.join(first.dtypes)}\n{readable_bytes(first.num_bytes)}"
     if first.axes is None:
-        yield f"? not read\n{first.unread}"
+        yield "? not read"
     else:
-        yield "\n".join(_sent(first)) or "-"
+        yield "\n".join(_sent(first)) or ("the host" if _is_host(first) else "-")
     runs = "?" if first.executions is None else str(first.executions)
     yield runs + ("\nin a branch" if first.conditional else "")
     yield f"{_time(first.time_s)}\n{_time(first.bound_s)}"
     exposed = _time(first.exposed_s)
     yield exposed + ("\nasync" if first.is_async else "")
-    near = "near " if first.is_near else ""
-    where = f"{near}{_short(first.source)}" if first.source else "no source kept"
-    yield f"{first.made_by}\n{where}"
+    yield f"{first.made_by}\n{_where(rows)}"
+
+
+def _where(rows: list[Row]) -> str:
+    """Says what rows alike are for: an argument of the program, if it is one, and a line."""
+    first, names = rows[0], list(dict.fromkeys(name for row in rows for name in _arguments(row)))
+    where = "no source kept" if first.source is None else os.path.basename(first.source)
+    where = f"near {where}" if first.is_near else where
+    if not names:
+        return where
+    name = names[0] if len(names[0]) <= _WIDEST else f"…{names[0][1 - _WIDEST :]}"
+    name += f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return name if first.source is None else f"{name}\n{where}"
+
+
+def _arguments(row: Row) -> list[str]:
+    """Returns the arguments of the program that a collective is named by; most are by none.
+
+    What the partitioner does to an argument has the argument's name, and no line. Where XLA has
+    combined several it writes (one:other).
+    """
+    names = [] if "jit(" in row.op_name else re.findall("[^():]+", row.op_name)
+    return names if all(map(_ARGUMENT.fullmatch, names)) else []
+
+
+def _is_host(row: Row) -> bool:
+    """Whether it is a transfer to the host or from it: a callback, or `jax.debug.print`."""
+    return row.kind in ("send", "recv") and row.transfer is None and row.axes == ()
 
 
 def _sent(row: Row) -> Iterator[str]:
@@ -117,11 +148,14 @@ def _totals(audit: Findings) -> Iterator[str]:
     levels = [f"{name} {readable_bytes(n)}" for name, n in audit.level_bytes.items() if n]
     if levels:
         yield f"  by link level: {', '.join(levels)}"
+    communication = _at_least(audit.communication_s, [(r.time_s, r.runs) for r in audit.rows])
+    exposed = _at_least(audit.exposed_s, [(r.exposed_s, r.runs) for r in audit.rows])
+    share = "" if audit.exposed_share is None else f", {audit.exposed_share:.0%} of the step"
     yield (
-        f"compute {_time(audit.compute_s)} ({audit.compute_source}), communication"
-        f" {_time(audit.communication_s)}, exposed {_time(audit.exposed_s)}"
-        + (f" = {audit.exposed_share:.0%} of the step" if audit.exposed_share is not None else "")
+        f"compute {_time(audit.compute_s)}, communication {communication}, of it exposed"
+        f" {exposed}{share}"
     )
+    yield f"  compute: {audit.compute_source}"
     if audit.memory is not None:
         m = audit.memory
         yield (
@@ -129,6 +163,8 @@ def _totals(audit: Findings) -> Iterator[str]:
             f" outputs {readable_bytes(m.outputs)}, temporaries {readable_bytes(m.temporaries)}"
             + (f", {readable_bytes(m.aliased)} of the outputs in place)" if m.aliased else ")")
         )
+    if hosts := sum(map(_is_host, audit.rows)):
+        yield f"{hosts} to or from the host: how long they take is not predicted"
     unknown = sum(row.executions is None for row in audit.rows)
     if unknown:
         yield (
@@ -137,11 +173,20 @@ def _totals(audit: Findings) -> Iterator[str]:
         )
     if not audit.is_complete and (unread := sum(bool(row.unread) for row in audit.rows)):
         yield f"{unread} could not be read in full: totals leave out what is not known of them"
+        yield from dict.fromkeys(f"  {row.unread}" for row in audit.rows if row.unread)
     yield f"topology: {audit.topology}"
 
 
-def _short(source: str) -> str:
-    return os.path.basename(source)
+def _indented(line: str) -> Any:
+    """Returns a line that keeps its indentation where it is broken."""
+    text = Text(line.lstrip())
+    return Padding(text, (0, 0, 0, len(line) - len(line.lstrip())))
+
+
+def _at_least(total_s: float | None, parts: list[tuple[float | None, int]]) -> str:
+    """Returns a total; where not all of it is known, the sum of what is."""
+    known_s = sum(time_s * runs for time_s, runs in parts if time_s is not None)
+    return f"at least {_time(known_s)}" if total_s is None and known_s else _time(total_s)
 
 
 def _time(time_s: float | None) -> str:

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from xcoll.hlo.reader import Collective
-from xcoll.hlo.text import Computation, Instruction, Module, walk
+from xcoll.hlo.text import WRAPPERS, Computation, Instruction, Module, walk
 
-_SAME = ("bitcast", "copy", "optimization-barrier", "opt-barrier", "async-update")
+_SAME = ("bitcast", "copy", "optimization-barrier", "opt-barrier")
 _MEETING = "_xla_host_transfer_rendezvous"
 _CHAIN = re.compile(r'chain_id="([^"]*)"')
 
@@ -34,8 +34,9 @@ def spans(module: Module, rows: tuple[Collective, ...]) -> tuple[Span, ...]:
     The order of a scheduled program (``is_scheduled=true``) is its schedule; in one that is not,
     nothing is known to be asynchronous. Asynchronous are
 
-    * a ``-start`` with its ``-done``, a send or recv with its done, and what ``async-start`` calls;
-      on GPU not those marked ``"is_sync":true``;
+    * a ``-start`` with its ``-done``, a send or recv with its done, and what such a start calls; on
+      GPU not those marked ``"is_sync":true``; where the operand is only handed over by a later
+      ``-update``, as to the SparseCores of a TPU, from there;
     * what goes between TPU slices, from the send until its recv is done;
     * collectives whose steps the TPU compiler has fused with compute: the span goes from the first
       of these fusions to the last.
@@ -83,15 +84,19 @@ class _Schedule:
         self.chains: dict[tuple[str, ...], list[tuple[str, str]]] = {}
         self._callers: dict[str, tuple[str, str]] = {}
         self._dones: dict[tuple[str, str | int], int] = {}
+        self._updates: dict[tuple[str, str | int], int] = {}
         self._receives: dict[tuple[str, str], str] = {}
         for computation, i in walk(module):
             if key := _chain(i):
                 self.chains.setdefault(key, []).append((computation.name, i.name))
-            if i.opcode in ("fusion", "async-start"):
+            if i.opcode in WRAPPERS:
                 for _, callee in i.calls():
                     self._callers[callee] = computation.name, i.name
             if i.opcode == "recv" and (meeting := i.attribute(_MEETING)):
                 self._receives[computation.name, meeting] = i.name
+            if i.opcode.endswith("-update") and len(i.operands) > 1:
+                started = self._source(computation, i.operands[0])
+                self._updates[computation.name, started] = self._steps[computation.name][i.name]
             if i.opcode.endswith("-done"):
                 started = self._source(computation, i.operands[0])
                 self._dones[computation.name, started] = self._steps[computation.name][i.name]
@@ -110,6 +115,7 @@ class _Schedule:
         """Returns the steps from a start until it is done; for a send, until its recv is."""
         instructions = list(self._computations[computation].instructions.values())
         name = instructions[start].name
+        start = self._updates.get((computation, name), start)
         if meeting := instructions[start].attribute(_MEETING):
             name = self._receives.get((computation, meeting), name)
         if (end := self._dones.get((computation, name))) is not None:
@@ -139,7 +145,7 @@ class _Schedule:
             elif i.opcode == "tuple" and elements:
                 name = i.operands[elements.pop()]
                 continue
-            elif i.opcode not in _SAME:
+            elif i.opcode not in _SAME and not i.opcode.endswith("-update"):
                 return i.name
             name = i.operands[0]
 

@@ -21,6 +21,12 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _CALL = re.compile(r"\b([a-z_]+)=(?:%([\w.\-]+)|\{(%[^{}]*)\})")
 
+WRAPPERS = ("fusion", "fusion-start", "async-start", "call-start", "custom-call-start")
+"""Instructions whose computation may hold a collective that runs as they do.
+
+A ``custom-call-start`` is what libtpu prints where the SparseCores carry out a collective.
+"""
+
 
 @dataclass(frozen=True)
 class Instruction:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from xcoll.hlo.loops import trip_count
 from xcoll.hlo.rows import Event, Row
 from xcoll.hlo.spans import Span
-from xcoll.hlo.text import Computation, Instruction, Module
+from xcoll.hlo.text import WRAPPERS, Computation, Instruction, Module
 from xcoll.hlo.work import Compute
 from xcoll.units import readable_time
 
 COMPUTE = "compute"
 LOOPS = "loops and branches"
 
-_CALLERS = ("call", "fusion", "async-start", "call-start", "while", "conditional")
+_CALLERS = ("call", "while", "conditional", *WRAPPERS)
 _PS = 1e-12
 
 

@@ -31,7 +31,7 @@ _FREE = (
     "copy-start",
     "slice-start",
     "dynamic-slice-start",
-    "async-update",
+    "custom-call-start",  # to the SparseCores of a TPU: its own cores go on
 )
 _FREE_TARGETS = ("AllocateBuffer", "ConcatBitcast", "SliceId", "AsyncCollective")
 # A kernel that sends by itself (a custom call) computes as well.
@@ -219,7 +219,7 @@ def compute_of(
 
 
 def _is_free(i: Instruction) -> bool:
-    if i.opcode in _FREE or i.opcode.endswith("-done"):
+    if i.opcode in _FREE or i.opcode.endswith(("-update", "-done")):
         return True
     if i.opcode in _MOVES:
         return True
