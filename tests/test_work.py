@@ -484,3 +484,34 @@ def test_the_tpu_compilers_estimate_is_a_roofline_at_nearly_the_same_rates(fn, l
     # A hundredth for small instructions that it counts otherwise.
     assert 0.99 <= found.time_s / plain.time_s <= 1.12
     assert found.time_s >= layers * 2 * SIZE**3 / V5E
+
+
+def test_a_slice_replaced_through_fusions_in_a_fusion_counts_as_a_slice():
+    """For tpu7x, XLA tiles a value anew in fusions of their own inside of the fusion."""
+    called = """
+%tile (p: f32[8,1000]) -> f32[8,1000] {
+  %p = f32[8,1000] parameter(0)
+  ROOT %c = f32[8,1000] copy(%p)
+}
+%tile.1 (p: f32[8,1000]) -> f32[8,1000] {
+  %p = f32[8,1000] parameter(0)
+  ROOT %c = f32[8,1000] copy(%p)
+}
+%replace (stack: f32[8,1000], at: s32[], new: f32[1,1000]) -> f32[8,1000] {
+  %stack = f32[8,1000] parameter(0)
+  %tiled = f32[8,1000] fusion(%stack), kind=kLoop, calls=%tile
+  %at = s32[] parameter(1)
+  %new = f32[1,1000] parameter(2)
+  %zero = s32[] constant(0)
+  %replaced = f32[8,1000] dynamic-update-slice(%tiled, %new, %at, %zero)
+  ROOT %back = f32[8,1000] fusion(%replaced), kind=kLoop, calls=%tile.1
+}
+"""
+    lines = (
+        "%stack = f32[8,1000] parameter(0)",
+        "%at = s32[] parameter(1)",
+        "%new = f32[1,1000] parameter(2)",
+        "%r = f32[8,1000] fusion(%stack, %at, %new), kind=kLoop, calls=%replace",
+    )
+    # The new slice is read and written, and where it goes is read.
+    assert time_s(*lines, called=called) == pytest.approx((2 * 4000 + 4) / V5E_MEMORY)

@@ -35,13 +35,13 @@ class Touched:
         self._module = module
         self._on_chip = on_chip
         self._uses: dict[str, dict[str, list[tuple[Instruction, int]]]] = {}
-        self._fused = frozenset(
-            callee
+        self._fused = {
+            callee: (computation.name, i)
             for computation in module.computations.values()
             for i in computation.instructions.values()
             if i.opcode in _FUSIONS
             for _, callee in i.calls()
-        )
+        }
 
     def num_bytes(self, computation: str, i: Instruction) -> int:
         """Returns the bytes that one execution reads and writes.
@@ -89,11 +89,13 @@ class Touched:
             parameter = callee.parameter(index)
             uses = self._uses_of(callee.name).get(parameter or "", [])
             return min(size, sum(self._read(callee.name, *use) for use in uses))
-        root = self._module.computations[computation].root
-        if user.opcode in _VIEWS and user.name != root:
+        if user.opcode in _VIEWS and computation in self._fused:
+            while user.name == self._module.computations[computation].root:
+                computation, user = self._fused[computation]
+                if computation not in self._fused:
+                    return size
             uses = self._uses_of(computation).get(user.name, [])
-            if computation in self._fused:
-                return min(size, sum(self._read(computation, *use) for use in uses))
+            return min(size, sum(self._read(computation, *use) for use in uses))
         return size
 
     def _written(self, computation: str, i: Instruction) -> int:
@@ -105,9 +107,8 @@ class Touched:
             return self._written(callee.name, callee.instructions[callee.root])
         if i.opcode == "parameter" or _moves(i) or (_ON_CHIP in i.type and not self._on_chip):
             return 0
-        source = i
-        while source.opcode in _VIEWS and computation in self._fused:
-            source = instructions[source.operands[0]]
+        computation, source = self._source(computation, i)
+        instructions = self._module.computations[computation].instructions
         if source.opcode == "dynamic-update-slice":
             update = instructions[source.operands[1]].type
         elif source.opcode == "scatter":
@@ -120,6 +121,22 @@ class Touched:
             return sum(num_bytes(*array) for array in shapes(i.type))
         dtype = shapes(i.type)[0][0]
         return num_bytes(dtype, (_elements(update),))
+
+    def _source(self, computation: str, i: Instruction) -> tuple[str, Instruction]:
+        """Returns what a value is a view of, also out of a fusion in a fusion, and into one."""
+        while computation in self._fused:
+            if i.opcode in _VIEWS:
+                i = self._module.computations[computation].instructions[i.operands[0]]
+            elif i.opcode in _FUSIONS:
+                callee = self._module.computations[dict(i.calls())["calls"]]
+                computation, i = callee.name, callee.instructions[callee.root]
+            elif i.opcode == "parameter" and self._fused[computation][0] in self._fused:
+                computation, fusion = self._fused[computation]
+                operand = fusion.operands[int(i.arguments)]
+                i = self._module.computations[computation].instructions[operand]
+            else:
+                break
+        return computation, i
 
     def _uses_of(self, computation: str) -> dict[str, list[tuple[Instruction, int]]]:
         if computation not in self._uses:
