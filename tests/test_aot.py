@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from xcoll import aot, hlo
 from xcoll.hardware.tables import kind_of_device
 from xcoll.memory import Memory, memory_of
+from xcoll.topology import Topology
 
 KINDS = [
     # topology, mesh axes, device kind, granules (slices or hosts)
@@ -284,3 +285,18 @@ def test_two_processes_compile_at_once_and_leave_the_environment_alone():
             p.kill()
             p.wait()
     assert lines == ["COMPILED 1\n"] * 2, outputs
+
+
+def test_hosts_that_would_fit_into_one_are_hosts_of_their_own():
+    """Two hosts of four GPUs are no host of eight: between them there is no NVLink."""
+    mesh = aot.mesh("2*h100:4", (2, 4), ("dcn", "data"))
+    assert Topology.from_mesh(mesh).name == "2*h100:4"
+
+
+def test_a_plug_in_that_did_not_start_says_what_to_set(monkeypatch):
+    def fail(*args):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(aot._compat, "compile_only_gpu_devices", fail)
+    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cpu"):
+        aot.devices("h100:16")

@@ -99,7 +99,8 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
       ValueError: ``topology`` is malformed, of a kind or shape that the compiler does not know, or
         its number of devices is not the product of ``axis_shapes``.
       ImportError: the compiler's package is not installed.
-      RuntimeError: another process has loaded libtpu, and the environment forbids a second.
+      RuntimeError: another process has loaded libtpu, and the environment forbids a second; or the
+        CUDA plug-in did not start, for want of a driver and of ``JAX_PLATFORMS=cpu``.
 
     Example:
       >>> mesh("v5e:4x4", (2, 8), ("data", "model")).devices.shape
@@ -170,7 +171,13 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
             raise ValueError(f"{call}: a GPU host has a number of devices, for example '{kind}:8'")
         _require(call, "jax-cuda13-plugin", "jax_plugins.xla_cuda13")
         _require(call, "jax-cuda13-pjrt", "jax_plugins.xla_cuda13")
-        made = _compat.compile_only_gpu_devices(GPU_TARGETS[kind], f"1x{count}x{layout}")
+        try:
+            made = _compat.compile_only_gpu_devices(GPU_TARGETS[kind], f"1x{count}x{layout}")
+        except NotImplementedError as error:
+            raise RuntimeError(
+                f"{call}: the CUDA plug-in did not start; where JAX_PLATFORMS is not set it wants"
+                " a driver and cuDNN: set JAX_PLATFORMS=cpu before jax is imported"
+            ) from error
         return _grouped(made, lambda device: device.process_index)
     if kind in TPU_KINDS:
         _require(call, "libtpu", "libtpu")

@@ -144,9 +144,12 @@ def _hosts(kind: str, flat: Sequence[Any]) -> list[int]:
     if table["platform"] == "cpu" or None in domains:
         return processes
     # On GPU, jax numbers NVLink domains as slices, since a node may run one process for each GPU.
-    # A compile-only topology puts all nodes into one slice.
+    # A compile-only topology puts all nodes into one slice, and has a process for each.
+    runtime = getattr(getattr(flat[0], "client", None), "runtime_type", "")
     too_large = max(map(domains.count, set(domains))) > table["largest"]["value"]
-    return processes if too_large else [int(d) for d in domains if d is not None]
+    if too_large or runtime == "compile_only_runtime":
+        return processes
+    return [int(d) for d in domains if d is not None]
 
 
 def _local(hosts: Sequence[int]) -> list[int]:
