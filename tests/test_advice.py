@@ -144,6 +144,19 @@ def test_a_loop_that_gathers_one_parameter_anew(target):
     assert advice.saves_s == 4.0  # once of five is needed, each waits 1 s
 
 
+def test_a_loop_that_has_the_sparse_cores_gather_anew():
+    mesh = aot.mesh("tpu7x:2x2x1", (8,), ("data",))
+    w, x = (
+        jax.ShapeDtypeStruct((n, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+        for n in (2048, 4096)
+    )
+    text = compiled(scan_of_one_weight, {"w1": w}, x)
+    assert "custom-call-start" in text
+    (advice,) = advice_on(text)
+    assert "gathers params['w1'] 5 times" in advice.text
+    assert "8 MiB" in advice.text  # 2048 * 2048 bfloat16
+
+
 def test_a_gather_that_computation_hides():
     assert advice_on(gathers("gpu", "one"), exposed_s=0.0) == ()
 

@@ -257,3 +257,4 @@ def test_names_that_are_too_long_fold_and_hide_nothing():
     for part in ("100000", "in a branch", "4 µs", "async", "differentiation", "? not read"):
         assert part in shown
     assert shown.count("not said") == 20
+    assert "1 run only if a branch is taken" in shown

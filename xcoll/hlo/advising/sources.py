@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xcoll.hlo.advising.flow import ASYNC, MOVES, POINTWISE, Flow, num_elements
 from xcoll.hlo.loops import trip_count
-from xcoll.hlo.text import Instruction
+from xcoll.hlo.text import WRAPPERS, Instruction
 
 _STEPS = MOVES | POINTWISE | {"fusion"}
 _SOURCES = ("parameter", "partition-id", "replica-id")
@@ -60,8 +60,9 @@ def origin(flow: Flow, computation: str, name: str) -> Origin | None:
             if started is None:
                 return None
             names = [started[index] for _, index in parts - varying if index is not None]
-        elif key == "calls" and all(index is None for _, index in parts):
-            names = [i.operands[number] for number, _ in parts]
+        elif i.opcode in WRAPPERS and all(index is None for _, index in parts):
+            handed = _handed(flow, caller, i)
+            names = [handed[number] for number, _ in parts]
         else:
             return None
         computation = caller
@@ -147,6 +148,12 @@ def _size(flow: Flow, body: str, leaf: tuple[int, int | None]) -> float:
         if i.opcode == "get-tuple-element" and i.attribute("index") == str(leaf[1]):
             return num_elements(i.type)
     return math.inf
+
+
+def _handed(flow: Flow, caller: str, i: Instruction) -> tuple[str, ...]:
+    """Returns the operands of what a wrapper calls; to SparseCores, an update hands them over."""
+    updates = (user for user in flow.users(caller, i.name) if user.opcode.endswith("-update"))
+    return i.operands or next((update.operands[1:] for update in updates), ())
 
 
 def _started(flow: Flow, caller: str, loop: Instruction) -> tuple[str, ...] | None:
