@@ -27,6 +27,12 @@ def launch(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProce
     )
 
 
+@pytest.fixture(autouse=True)
+def _logs_apart(tmp_path, monkeypatch):
+    """The logs that a failed run keeps go with the test's directory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def root():
     if reason := requirements.lacking():
