@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh
 
 import xcoll
 from xcoll import aot
+from xcoll.axis_shapes import nearest_shapes
 from xcoll.hardware.placement import gpu_dimensions, tpu_dimensions
 from xcoll.layouts import System, choose, search
-from xcoll.systems import nearest_shapes
 from xcoll.topology import Device, Topology
 
 MIB, GIB = 2**20, 2**30
