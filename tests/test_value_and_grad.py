@@ -94,7 +94,7 @@ def test_the_gradients_of_the_whole_batch(kind, how):
         got = (jax.jit(step) if how == "jit" else step)(params, x, y)
         assert_equal(got, plain(loss, params, x, y))
         assert_replicas_alike(got)
-        assert len(step.reports) == 1 and len(step.reports[0].sites) == 3
+        assert len(step.reports) == 1 and len(step.reports[0].sites) == 4
         if policy is ring:
             assert kept(step) == [None] * 3
             for name, grad in got[1].items():
@@ -170,6 +170,34 @@ AUX_OPS = {
 }  # fmt: skip
 
 
+def test_empty_and_unused_and_scalar_parameters():
+    mesh, x = mesh_of(), integers(16, 4)
+    params = {"w": integers(4), "scale": np.float32(2), "unused": integers(3)}
+    params |= {"empty": np.zeros((0, 4), np.float32)}
+
+    def fun(p, x):
+        return jnp.mean(p["scale"] * (x @ p["w"]) ** 2) + jnp.sum(p["empty"]), x[:0]
+
+    want, grads = plain(lambda p, x: fun(p, x)[0], params, x)
+    for policy in (None, Policy(algorithm="ring")):
+        options = {"mesh": mesh, "param_specs": P(), "policy": policy}
+        step = value_and_grad(fun, has_aux=True, aux_op="mean", **options)
+        (value, _), got = jax.jit(step)(params, x)
+        assert_equal((value, got), (want, grads))
+        assert not got["unused"].any() and len(step.reports[0].sites) == 4
+    empty = {"empty": params["empty"]}
+    step = value_and_grad(lambda p, x: jnp.sum(p["empty"]) + jnp.mean(x), mesh=mesh)
+    assert_equal(jax.jit(step)(empty, x)[1], empty)
+
+
+def test_a_sum_over_examples_is_averaged_over_ranks():
+    fun = lambda w, x: jnp.sum(x @ w)  # noqa: E731
+    w, x = integers(4), integers(16, 4, seed=1)
+    value, grads = jax.jit(value_and_grad(fun, mesh=mesh_of()))(w, x)
+    assert value == (x @ w).sum() / 4
+    np.testing.assert_array_equal(grads, x.sum(0) / 4)
+
+
 @pytest.mark.parametrize("how", ["jit", "eager"])
 def test_aux_is_the_whole_batchs(how):
     mesh = mesh_of()
@@ -204,6 +232,7 @@ AUX_ERRORS = {
     "rows": (None, r"aux\['rows'\] of dtype float32 and shape \(4, 4\) on each rank: only float"),
     "count": (None, r"aux\['count'\] of dtype int32 and shape \(\).*aux_op='concatenate'"),
     "any": (None, r"aux\['any'\] of dtype bool"),
+    "key": ("max", r"aux\['key'\] of dtype key<fry>.* has no max; leave it out"),
     "count ": ("mean", "a mean of int32 is none; use 'sum'"),
     "loss": ("concatenate", "no dimension to concatenate along"),
     "loss ": ("avg", "unknown op 'avg'; valid: 'mean', 'sum', 'max', 'min', 'concatenate'"),
@@ -214,9 +243,9 @@ AUX_ERRORS = {
 @pytest.mark.parametrize("name", AUX_ERRORS)
 def test_aux_that_is_not_known_is_an_error(name):
     op, message = AUX_ERRORS[name]
-    key = name.strip()
+    key, aux = name.strip(), AUX | {"key": lambda x: jax.random.key(0)}
     step = value_and_grad(
-        lambda w, x: (jnp.mean(x @ w), {key: AUX[key](x)}), has_aux=True, aux_op=op, mesh=mesh_of()
+        lambda w, x: (jnp.mean(x @ w), {key: aux[key](x)}), has_aux=True, aux_op=op, mesh=mesh_of()
     )
     with pytest.raises(ValueError, match=message):
         step(integers(4), integers(16, 4))
