@@ -94,7 +94,7 @@ def test_the_gradients_of_the_whole_batch(kind, how):
         got = (jax.jit(step) if how == "jit" else step)(params, x, y)
         assert_equal(got, plain(loss, params, x, y))
         assert_replicas_alike(got)
-        assert len(step.reports) == 1 and len(step.reports[0].sites) == 4
+        assert len(step.reports) == 1 and len(step.reports[0].sites) == 3
         if policy is ring:
             assert kept(step) == [None] * 3
             for name, grad in got[1].items():
