@@ -171,6 +171,14 @@ class ValueAndGrad:
         self._mesh, self._axes = mesh, axes
         self._in_axes, self._param_specs, self._aux_op = in_axes, param_specs, aux_op
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds as functions do, so that methods can be decorated."""
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
+        return bound
+
     def __repr__(self) -> str:
         name = getattr(self._fun, "__qualname__", self._fun)
         return f"xcoll.gradients.value_and_grad({name})"
