@@ -111,8 +111,9 @@ def value_and_grad(
       TypeError: an option is of a wrong type, or what jax raises of ``fun``.
 
     Example:
-      >>> import xcoll
-      >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
       >>> step = value_and_grad(loss, mesh=mesh, axis_name="data", param_specs=jax.P("model"))
       >>> value, grads = jax.jit(step)(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
