@@ -17,6 +17,7 @@ from xcoll.calls import Axes
 from xcoll.errors import UnsupportedError, XcollWarning
 from xcoll.gradients import arguments, auxiliary, averaging, batches
 from xcoll.gradients.options import axis_names
+from xcoll.names import GRADIENTS_SCOPE
 from xcoll.policy import Policy
 from xcoll.primitives import Region
 from xcoll.report import Report
@@ -226,7 +227,8 @@ class ValueAndGrad:
             value, aux = out if self._has_aux else (out, ())
             aux_tree = jax.tree.structure(aux)
             names = source_info_util.current_name_stack()
-            with source_info_util.user_context(caller, name_stack=names):
+            own_names = jax.named_scope(GRADIENTS_SCOPE)
+            with source_info_util.user_context(caller, name_stack=names), own_names:
                 same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, ranks)
                 value = auxiliary.reduce("mean", value, ranks)
                 grads = averaging.mean(grads, cuts, ranks, region)
