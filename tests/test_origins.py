@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import xcoll
-from xcoll import aot, hlo
+from xcoll import aot, gradients, hlo
 from xcoll.hlo.frames import Frames
 from xcoll.hlo.origins import Origins
 from xcoll.hlo.text import parse
@@ -109,6 +109,32 @@ def test_what_no_one_wrote_is_the_partitioners(name):
     assert {o.made_by for _, o in rows} == {"partitioner"}
     assert {o.source for _, o in rows} == {f"{FILE}:{first + 1}"}
     assert len(lines) == 2
+
+
+def test_what_gradients_are_averaged_by_is_xcolls():
+    mesh = mesh_of("cpu")
+
+    def loss(w, x):
+        return jnp.tanh(x @ w).mean()
+
+    def f(w, x):
+        return gradients.value_and_grad(loss, mesh=mesh, axis_name="a")(w, x)  # this line
+
+    def by_sync(w, x):
+        averages = gradients.sync("a")
+        grads = jax.grad(loss)(lax.pcast(w, "a", to="varying"), x)
+        return averages.update(grads, averages.init(w))[0]  # that line
+
+    w = jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=NamedSharding(mesh, P()))
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    mapped = jax.shard_map(by_sync, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
+    for fn, text, outer in ((f, "# this line", f), (mapped, "# that line", by_sync)):
+        lines, first = inspect.getsourcelines(outer)
+        (at,) = [i for i, line in enumerate(lines) if text in line]
+        rows = origins(jax.jit(fn).lower(w, x).compile())
+        assert rows
+        assert {o.made_by for _, o in rows} == {"xcoll"}
+        assert f"{FILE}:{first + at}" in {o.source for _, o in rows}
 
 
 def test_where_libtpu_keeps_no_names_the_program_before_compilation_says_it():

@@ -1,4 +1,4 @@
-"""Names of collectives: those that users write, and those that schedules have."""
+"""Names of collectives, for users and for schedules; scopes that show who made an operation."""
 
 COLLECTIVE_OF = {
     "psum": "all_reduce",
@@ -16,3 +16,9 @@ COLLECTIVE_OF = {
     "pscatter": "scatter",
 }
 """jax.lax's (and xcoll's) names of collectives, and the schedules' names for the same."""
+
+PLAN_SCOPE = "xcoll_plan"
+"""Scope, in the compiled program's names of operations, of all that a plan puts there."""
+
+GRADIENTS_SCOPE = "xcoll_gradients"
+"""The same of what `xcoll.gradients` sums by itself."""

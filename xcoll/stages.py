@@ -19,6 +19,7 @@ from xcoll.compress import KERNELS
 from xcoll.costmodel import block_of, carried
 from xcoll.encoded import permute, two_shot
 from xcoll.lower import cut_rows, run_stage
+from xcoll.names import PLAN_SCOPE
 from xcoll.nesting import Nest
 from xcoll.plan import Plan, Request, Span
 from xcoll.ranks import Ranks
@@ -39,9 +40,6 @@ class Member:
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
 
-
-SCOPE = "xcoll_plan"
-"""Scope, in the compiled program's names of operations, of all that a plan puts there."""
 
 stages_p = core.Primitive("xcoll_stages")
 stages_p.multiple_results = True
@@ -91,7 +89,7 @@ def _lower(
 
     def implementation(*xs: jax.Array) -> list[jax.Array]:
         # The scope shows in profiles, and tells an audit who made these operations.
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(PLAN_SCOPE):
             out = run(*xs) if nest is None else nest.wrap(run)(*xs)
         return [out[i] for i in copies]
 

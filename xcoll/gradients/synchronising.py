@@ -17,6 +17,7 @@ from xcoll.gradients.compressed import SyncState, initial_state, reduce_compress
 from xcoll.gradients.compressor import Compressor
 from xcoll.gradients.leaves import Leaf, as_varying, check_varying, leaves_of
 from xcoll.gradients.options import Options, axis_names
+from xcoll.names import GRADIENTS_SCOPE
 from xcoll.policy import Policy
 
 
@@ -127,6 +128,7 @@ def sync(
     return optax.GradientTransformation(init, update)
 
 
+@jax.named_scope(GRADIENTS_SCOPE)
 def _synchronised(options: Options, updates: Any, state: Any) -> tuple[Any, Any]:
     check_axes("sync", options.axes[0] if len(options.axes) == 1 else options.axes)
     leaves = leaves_of("sync", updates)

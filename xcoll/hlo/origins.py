@@ -12,7 +12,7 @@ from xcoll.hlo.frames import Frames
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.text import WRAPPERS, Instruction, Module
 from xcoll.hlo.written import Written, WrittenProgram
-from xcoll.stages import SCOPE
+from xcoll.names import GRADIENTS_SCOPE, PLAN_SCOPE
 
 # fmt: off
 PRIMITIVES = frozenset({
@@ -28,6 +28,7 @@ Also with ``_start`` and ``_done``.
 """
 # fmt: on
 
+_SCOPES = frozenset({PLAN_SCOPE, GRADIENTS_SCOPE})
 _RENDEZVOUS = "_xla_host_transfer_rendezvous"
 
 _FARTHEST = 64
@@ -146,7 +147,7 @@ class Origins:
         makers = {_made_by(w.op_name, False) for w in behind}
         if len(makers) == 1:
             return makers.pop()
-        if SCOPE in near.split("/"):
+        if not _SCOPES.isdisjoint(near.split("/")):
             return "xcoll"
         rendezvous = instruction.attribute(_RENDEZVOUS) or ""
         for name in (instruction.name, rendezvous.strip('"')):
@@ -205,7 +206,7 @@ def _made_by(op_name: str, is_marked: bool) -> str:
     names = {re.sub("_(start|done)$", "", name.strip("()")) for name in last.split(":")}
     if is_marked:
         return "partitioner"
-    if SCOPE in path:
+    if not _SCOPES.isdisjoint(path):
         return "xcoll"
     if not names & PRIMITIVES:
         return "partitioner"

@@ -51,7 +51,9 @@ class Network(Wires):
         self.routes = Routes(topology) if topology.device is not None else None
         dimensions = self.routes.dimensions if self.routes is not None else ()
         self.dimensions: tuple[str, ...] = tuple(d.name for d in dimensions)
-        self._positions_on = np.array([d.position for d in dimensions], np.int64)
+        positions = [d.position for d in dimensions]
+        # On one device there is no dimension, but a position in each of none.
+        self._positions_on = np.array(positions, np.int64).reshape(-1, mesh.devices.size)
         self._levels_sent: dict[object, Sent] = {}
         self._prices: dict[object, _Price] = {}
 
