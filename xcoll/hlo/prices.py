@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -51,7 +52,9 @@ class Network(Wires):
         self.routes = Routes(topology) if topology.device is not None else None
         dimensions = self.routes.dimensions if self.routes is not None else ()
         self.dimensions: tuple[str, ...] = tuple(d.name for d in dimensions)
-        self._positions_on = np.array([d.position for d in dimensions], np.int64)
+        positions = np.array([d.position for d in dimensions], np.int64)
+        # On a single device there are none.
+        self._positions_on = positions.reshape(len(dimensions), math.prod(mesh.shape.values()))
         self._levels_sent: dict[object, Sent] = {}
         self._prices: dict[object, _Price] = {}
 
