@@ -61,6 +61,14 @@ def fails_as_it_is_traced(mesh):
     return fn, (jax.ShapeDtypeStruct((8, 3), jnp.float32),)
 
 
+def too_many(mesh):
+    return jax.jit(lambda x: x), (jnp.ones(8), jnp.ones(8))
+
+
+def no_array(mesh):
+    return jax.jit(lambda x: x), ("text",)
+
+
 def exits(mesh):
     raise SystemExit(0)
 
@@ -218,6 +226,7 @@ BAD = [
     ([f"{FILE}:no_tuple", *EIGHT], "must return (fn, args), a function and the tuple of"),
     ([f"{FILE}:two", *EIGHT], "must take one argument, the mesh"),
     ([f"{FILE}:exits", *EIGHT], "called sys.exit(0)"),
+    ([f"{FILE}:too_many", *EIGHT], ":too_many: "),
     ([f"{FILE}:step", "--topology", "cpu:8x", "--mesh", "data=8"], "character 7"),
     ([f"{FILE}:step", "--topology", "v5f:8", "--mesh", "data=8"], "unknown hardware 'v5f'"),
     ([f"{FILE}:step", "--topology", "cpu:8", "--mesh", "data=4"], "8 devices"),
@@ -293,6 +302,12 @@ def test_files_that_cannot_be_imported(capsys, tmp_path, text, says):
     assert says in err and str(path) in err
     assert "xcoll/commands" not in err and "frozen importlib" not in err
     assert err.splitlines()[-1].startswith(f"xcoll: error: {path}:step: failed, as shown above: ")
+
+
+def test_an_argument_that_is_no_array(capsys, program):
+    code, out, err = run(capsys, f"{program}:no_array", *EIGHT)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"xcoll: error: {program}:no_array: Error interpreting")
 
 
 def test_a_file_that_exits(capsys, tmp_path):
