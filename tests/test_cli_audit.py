@@ -197,8 +197,8 @@ def test_progress_is_shown_to_who_looks_on(capsys, program, monkeypatch):
 
 def test_compare(capsys, tmp_path):
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    first = audit(row("a"))
-    second = audit(row("a"), row("g", "all-gather", source="[m].py:3"), wire_bytes={"data": 1537})
+    first, sent = audit(row("a")), {"data": 1537, "model": 0}
+    second = audit(row("a"), row("g", "all-gather", source="[m].py:3"), wire_bytes=sent)
     for path, audited in zip(paths, (first, second), strict=True):
         with open(path, "w") as file:
             file.write(audited.to_json())
@@ -235,6 +235,8 @@ BAD = [
     ([f"{FILE}:step", "--topology", "b200:8", "--mesh", "data=8"], "nothing here compiles for"),
     ([f"{FILE}:step", "--topology", "cpu:16", "--mesh", "data=16"], "needs 16 CPU devices"),
     ([f"{FILE}:step", *EIGHT, "--budget", "none_such.toml"], "none_such.toml: No such file"),
+    ([f"{FILE}:step", *EIGHT, "--timeline", "none/such.json"], "there is no directory"),
+    ([f"{FILE}:step", *EIGHT, "--timeline", "/"], "a file is expected"),
     (["--compare", "none_such.json", "b.json"], "none_such.json: No such file"),
     (["--compare", "a.json"], "expected 2 arguments"),
     (["--compare", "a", "b", "--mesh", "data=8"], "takes two audits, and not --mesh"),
@@ -316,6 +318,21 @@ def test_a_file_that_exits(capsys, tmp_path):
     code, out, err = run(capsys, f"{path}:step", *EIGHT)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert 'put what it runs as a script under if __name__ == "__main__":' in err
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_that_no_one_reads_changes_no_exit_code(tmp_path, as_json):
+    path = tmp_path / "a.json"
+    path.write_text(audit(row("a")).to_json())
+    arguments = ["audit", "--compare", str(path), str(path), *as_json]
+    with subprocess.Popen(
+        [sys.executable, "-m", "xcoll.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=120)) == ("", 0)
 
 
 def test_what_the_compiler_refuses(capsys, program):

@@ -361,7 +361,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     with pytest.raises(ValueError):
         write_timeline(audit_of([], [bad], 1), path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("out.json", "old")]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none/out\.json'$"):
         write_timeline(audit_of([], [], 1), tmp_path / "none" / "out.json")
 
 

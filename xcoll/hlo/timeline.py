@@ -65,6 +65,8 @@ def write_timeline(audit: Findings, path: str | os.PathLike[str]) -> None:
     try:
         temporary.write_text(json.dumps(data))
         os.replace(temporary, target)
+    except OSError as err:
+        raise OSError(err.errno, err.strerror, os.fspath(path)) from err  # not the temporary's name
     finally:
         temporary.unlink(missing_ok=True)
 
