@@ -6,7 +6,7 @@ OLDEST_TESTS := tests/test_transform.py tests/test_rewrite.py tests/test_hints.p
   tests/test_collectives.py tests/test_composites.py tests/test_laws.py tests/test_program_size.py \
   tests/test_marks.py tests/test_keys.py tests/test_partial_manual.py tests/test_measure.py \
   tests/test_compressed_gradients.py tests/test_gradients_buckets.py tests/test_gradients_windows.py \
-  tests/test_make_mesh.py
+  tests/test_make_mesh.py tests/test_value_and_grad.py
 
 PY := .venv/bin/python
 OLDEST_PY := .venv-oldest/bin/python
@@ -47,10 +47,11 @@ format: .venv/installed-dev ## let ruff rewrite the files
 types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
-bench: .venv/installed-aot ## overhead, planning, schedules against bounds, kernels, errors of codecs
+bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs
 	$(RUN) bench/overhead.py
 	$(RUN) bench/planner.py
 	$(RUN) bench/schedules.py
+	$(RUN) bench/audit.py
 	$(RUN) bench/kernels.py
 	$(RUN) bench/errors.py
 

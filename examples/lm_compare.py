@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import xcoll
+from xcoll import hlo
 
 Tree = Any
 
@@ -135,6 +136,8 @@ def compare(
         "Counted in the compiled programs. Whole link: what all devices together send over that"
         " axis. XLA's own collective counts as one flat ring over its devices.\n"
     )
+    if plain.audit is not None and optimised.audit is not None:
+        console.print(hlo.compare(plain.audit, optimised.audit), "")
     if further is not None:
         console.print(further.report)
         console.print(further.table)
@@ -145,7 +148,7 @@ def compare(
         summary: dict[str, Any] = {
             "settings": settings,
             "runs": {
-                run.name: vars(run) | {"predicted": by_axis}
+                run.name: run.figures | {"predicted": by_axis}
                 for run, by_axis in zip((plain, optimised), predicted, strict=True)
             },
             "gradient": gradient,
@@ -153,10 +156,15 @@ def compare(
             "report": json.loads(report.to_json()),
         }
         if further is not None:
-            summary["runs"][further.run.name] = vars(further.run) | {"predicted": further.predicted}
+            summary["runs"][further.run.name] = further.run.figures | {
+                "predicted": further.predicted
+            }
             summary["compressed"] = further.figures | {
                 "report": json.loads(further.report.to_json())
             }
+        for run in (plain, optimised, *([further.run] if further else [])):
+            if run.audit is not None:
+                (out / f"{run.name}.audit.json").write_text(run.audit.to_json() + "\n")
         path = out / "summary.json"
         path.write_text(json.dumps(summary, indent=1) + "\n")
         console.print(f"wrote {path}", markup=False)

@@ -48,6 +48,7 @@ class Run:
       total: bytes that all devices together send a step, by mesh axis, counted likewise.
       collectives: how often each collective runs in a step of the compiled program.
       dtypes: for each mesh axis, the bytes in ``total`` by dtype, as HLO writes it.
+      audit: every collective of the compiled program.
     """
 
     name: str
@@ -59,6 +60,12 @@ class Run:
     total: dict[str, int]
     collectives: dict[str, int]
     dtypes: dict[str, dict[str, int]] = field(default_factory=dict)
+    audit: hlo.Audit | None = field(default=None, repr=False)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All but the audit, for a file."""
+        return {name: value for name, value in vars(self).items() if name != "audit"}
 
 
 class _Training:
@@ -84,7 +91,9 @@ class _Training:
     def tokens_per_s(self) -> float:
         return self.num_tokens / statistics.median(self.times[1:] or self.times)
 
-    def run(self, held_out: Callable[[Tree], float], mesh: jax.sharding.Mesh) -> Run:
+    def run(
+        self, held_out: Callable[[Tree], float], mesh: jax.sharding.Mesh, topology: str | None
+    ) -> Run:
         collectives: Counter[str] = Counter()
         for collective in hlo.collectives(self.program):
             collectives[collective.kind] += collective.executions or 1
@@ -98,6 +107,7 @@ class _Training:
             total={axis: hlo.crossing_bytes(self.program, mesh, axis) for axis in mesh.axis_names},
             collectives=dict(collectives),
             dtypes={axis: wire_dtypes(self.program, mesh, axis) for axis in mesh.axis_names},
+            audit=hlo.audit(self.program, mesh=mesh, topology=topology),
         )
 
 
@@ -135,6 +145,7 @@ def train(
     held_out: Callable[[Tree], float],
     mesh: jax.sharding.Mesh,
     console: Console,
+    topology: str | None = None,
 ) -> list[Run]:
     """Compiles and runs each ``step(params, opt_state, tokens)`` for a number of steps.
 
@@ -150,6 +161,7 @@ def train(
       held_out: maps parameters to the held-out loss.
       mesh: what the steps run on.
       console: where progress is shown.
+      topology: what the mesh lies on, for the audits; None reads it off the devices.
     """
     first = next(batches)
     trainings = [_Training(name, step, make_state(name), first) for name, step in steps.items()]
@@ -174,4 +186,4 @@ def train(
                     rate = training.tokens_per_s
                     progress.update(task, advance=1, loss=training.losses[-1], rate=rate)
             turns.reverse()
-    return [training.run(held_out, mesh) for training in trainings]
+    return [training.run(held_out, mesh, topology) for training in trainings]

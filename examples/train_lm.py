@@ -243,6 +243,7 @@ def main(argv: list[str] | None = None) -> int:
         held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
         mesh=mesh,
         console=console,
+        topology=args.topology,
     )
     report = optimised.reports[-1]
 

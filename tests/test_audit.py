@@ -109,6 +109,16 @@ def test_a_mesh_is_set_for_the_trace():
     ]
 
 
+@pytest.mark.parametrize("topology", [None, "cpu:1"])
+def test_one_device_sends_nothing(topology):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("a", "b"))
+    f = jax.shard_map(lambda x: lax.psum(x, "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
+    (row,) = xcoll.audit(f, struct(mesh, (8,), "a"), topology=topology).rows
+    assert (row.kind, row.axes, row.num_bytes, row.num_ranks) == ("all-reduce", (), 32, 1)
+    assert row.wire_bytes == {"a": 0, "b": 0} and row.level_bytes == {}
+    assert row.time_s == row.bound_s == row.exposed_s == 0.0
+
+
 def test_memory_is_that_of_xla():
     mesh = mesh_of((8,), ("data",))
     x = struct(mesh, (1024, 128), "data")

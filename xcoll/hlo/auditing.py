@@ -129,7 +129,7 @@ def audit_program(
         level_bytes=network.total_level_bytes(found),
         compute_s=compute.time_s,
         compute_source=compute.source,
-        memory=None if isinstance(compiled, str) else memory_of(compiled),
+        memory=memory_of(compiled) if isinstance(compiled, jax.stages.Compiled) else None,
         advice=advise(module, rows, found, topology, dict(mesh.shape)),
         events=events_of(module, rows, compute),
     )

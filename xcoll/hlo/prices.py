@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -52,9 +51,9 @@ class Network(Wires):
         self.routes = Routes(topology) if topology.device is not None else None
         dimensions = self.routes.dimensions if self.routes is not None else ()
         self.dimensions: tuple[str, ...] = tuple(d.name for d in dimensions)
-        positions = np.array([d.position for d in dimensions], np.int64)
-        # On a single device there are none.
-        self._positions_on = positions.reshape(len(dimensions), math.prod(mesh.shape.values()))
+        positions = [d.position for d in dimensions]
+        # On one device there is no dimension, but a position in each of none.
+        self._positions_on = np.array(positions, np.int64).reshape(-1, mesh.devices.size)
         self._levels_sent: dict[object, Sent] = {}
         self._prices: dict[object, _Price] = {}
 
