@@ -181,9 +181,10 @@ def _resized(left: Open) -> None:
         before, after = total_bytes(p), total_bytes(e)
         if not p or not e:
             continue
-        # An operation made of several has the operands of each.
+        # An operation made of several has the operands of each; libtpu sends them as one.
         parts = sum(len(operands_of(item)) * item.count for item in e)
-        if before == after and total(e) <= total(p) <= parts:
+        is_sent = any(item.row is not None and item.row.transfer for item in e)
+        if before == after and total(e) <= total(p) and (is_sent or total(p) <= parts):
             left.close(p, e, COMBINED)
         elif (
             left.platform == "tpu"
