@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lm_codecs
@@ -34,13 +35,13 @@ import lm_runs
 import numpy as np
 import optax
 import train_lm
-from convergence_output import plot, table, targets
 from flax import nnx
 from lm_model import Config, next_byte_loss
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import xcoll
+from bench.convergence_output import plot, table, targets
 from xcoll import hlo
 
 

@@ -100,12 +100,19 @@ def test_two_devices_a_chip_where_the_hardware_has_them():
         ("v9:2x2", (4,), "nothing here compiles for 'v9'; valid kinds: v3, v4, v5e, .*h100"),
         ("h100:2x4", (8,), "a GPU host has a number of devices, for example 'h100:8'"),
         ("v5e:3x5", (15,), "libtpu does not accept it: .*not divisible"),
-        ("v5e:4x4", (4, 2), "the axes make 8 devices, but v5e:4x4 has 16"),
-        ("h100:8", (2, 4, 1), "3 sizes for 2 axis names"),
+        # libtpu would make 64 devices of it.
+        ("v5e:4x4x4", (64,), "a slice of v5e has 2 dimensions"),
+        ("h100:9", (9,), r"a host has at most 8; write several as 'COUNT\*h100:8'"),
+        # Of 2 x 8, 4 x 4 and 8 x 2 the second is the nearest to 4 x 2, by a factor of two.
+        ("v5e:4x4", (4, 2), r"make 8 devices, there are 16; the nearest .* fit: \(4, 4\)"),
+        ("h100:8", (2, 4, 1), "3 sizes for 2 names"),
+        ("h100:8", (-2, -4), r"aot.mesh\(axis_shapes=\(-2, -4\)\): every size must be at least 1"),
+        ("h100:8", (2.0, 4), "must be a sequence of integers"),
+        (8, (8,), r"aot.mesh\(8\): must be text"),
     ],
 )
 def test_bad_topologies_say_what_is_wrong(topology, shape, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         aot.mesh(topology, shape, ("a", "b")[: len(shape)])
 
 
@@ -192,6 +199,22 @@ def test_a_function_that_names_specs_is_traced_with_the_mesh():
         aot.compile(fn, x)
 
 
+def test_a_function_per_shard_takes_trees():
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    specs = ({"w": P("a", "b"), "rest": P()}, P("a", "b"))
+    program = aot.compile(
+        lambda tree, y: lax.psum(tree["w"] + y, "a"),
+        {"w": x, "rest": [x, x]},
+        x,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P(None, "b"),
+    )
+    # Two of 2 x 4 elements; what is not used is not taken.
+    assert program.memory.arguments == 2 * 2 * 4 * 4
+
+
 def test_what_does_not_fit_a_tpu_is_said():
     mesh = aot.mesh("v5e:2x4", (8,), ("data",))
     x = placed(mesh, 2**20, 2**15, spec=P("data"))  # 16 GiB on each, of which a v5e has 15.75
@@ -214,9 +237,10 @@ def test_memory_that_no_compiler_tells_is_none():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"in_specs": P()}, "in_specs is for a function per shard, which also needs mesh="),
-        ({"out_specs": P()}, "which also needs mesh= and out_specs="),
-        ({"in_specs": P(), "out_specs": P()}, "also needs mesh="),
+        ({"in_specs": P()}, "a function per shard needs each of mesh=, in_specs= and out_specs="),
+        ({"out_specs": P()}, "needs each of mesh="),
+        ({"out_specs": P(), "mesh": "cpu"}, "needs each of mesh=, in_specs="),
+        ({"in_specs": P(), "out_specs": P()}, "needs each of mesh="),
         ({"in_specs": P(), "out_specs": P(), "mesh": "cpu", "y": 1}, r"arguments \(here \['y'\]\)"),
         ({"in_specs": (P(), P()), "out_specs": P(), "mesh": "cpu"}, "2 in_specs for 1 arguments"),
     ],
@@ -237,7 +261,7 @@ def test_a_second_process_that_the_user_forbids_is_explained(monkeypatch):
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
     monkeypatch.setattr(aot.topologies, "get_topology_desc", locked)
     with pytest.raises(RuntimeError, match="LOAD='0' forbids a second; leave the variable unset"):
-        aot.mesh("v5e:2x2x9", (4,), ("a",))
+        aot.mesh("v5p:2x2x9", (4,), ("a",))
 
 
 WORKER = """

@@ -47,6 +47,7 @@ LAYERS = (
         "stages",
         "meshes",
         "layouts",
+        "axis_shapes",
         "systems",
         "device_order",
         "aot",

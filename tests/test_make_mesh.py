@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh
 
 import xcoll
 from xcoll import aot
+from xcoll.axis_shapes import nearest_shapes
 from xcoll.hardware.placement import gpu_dimensions, tpu_dimensions
 from xcoll.layouts import System, choose, search
-from xcoll.systems import nearest_shapes
 from xcoll.topology import Device, Topology
 
 MIB, GIB = 2**20, 2**30
@@ -170,15 +170,30 @@ def test_slices_lie_outermost_where_jax_makes_no_mesh():
     assert mesh.axis_types == (AxisType.Explicit,) * 3
 
 
-@pytest.mark.parametrize(("shape", "heavy"), [((4, 8), 0), ((4, 8), 1), ((8, 4), 0), ((8, 4), 1)])
-def test_the_heavy_axis_stays_inside_gpu_nodes(shape, heavy):
+@pytest.mark.parametrize(
+    ("text", "shape", "heavy"),
+    [
+        ("4*h100:8", (4, 8), 0),
+        ("4*h100:8", (4, 8), 1),
+        ("4*h100:8", (8, 4), 0),
+        ("4*h100:8", (8, 4), 1),
+        # No more GPUs than one node may have, in two nodes.
+        ("2*h100:4", (2, 4), 0),
+        ("2*h100:4", (4, 2), 1),
+        ("4*h200:2", (2, 4), 0),
+    ],
+)
+def test_the_heavy_axis_stays_inside_gpu_nodes(text, shape, heavy):
     names = ("a", "b")
     traffic = {names[heavy]: GIB, names[1 - heavy]: MIB}
-    mesh = xcoll.make_mesh(shape, names, devices=devices("4*h100:8"), traffic=traffic)
+    mesh = xcoll.make_mesh(shape, names, devices=devices(text), traffic=traffic)
     hosts = of(mesh, lambda d: d.process_index)
     assert {len(set(line)) for line in lines(hosts, heavy)} == {1}
     for line in lines(hosts, 1 - heavy):
-        assert line == sorted(line) and set(line) == {0, 1, 2, 3}, "hosts outermost"
+        assert line == sorted(line) and set(line) == set(range(int(text[0]))), "hosts outermost"
+    report = xcoll.explain_mesh(mesh)
+    assert report.topology.name == text
+    assert [axis.hosts for axis in report.axes][heavy] == 1
 
 
 def test_virtual_hosts_of_a_topology():

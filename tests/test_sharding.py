@@ -489,6 +489,12 @@ def test_nothing_is_tensor_parallel(preset):
         (tensor_parallel(data="dta"), {}, ValueError, "batch: .*unknown mesh axis 'dta'.*'data'"),
         (tensor_parallel(), {"batch": 12}, ValueError, r"batch=12\): must divide.* 8 ranks.* 16"),
         (tensor_parallel(), {"sequence": 0}, ValueError, r"sequence=0\): must be at least 1"),
+        (
+            sequence_parallel(),
+            {"sequence": 6},
+            ValueError,
+            r"sequence=6\): must divide.* 4 ranks.* 8",
+        ),
         (tensor_parallel(), {"embed": "8"}, TypeError, r"embed='8'\)"),
         (tensor_parallel(), {"dtype": "flaot"}, TypeError, r"dtype='flaot'\): must be a dtype"),
         (tensor_parallel(), {"force": 1}, TypeError, r"force=1\): must be True or False"),

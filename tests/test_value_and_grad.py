@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +172,61 @@ AUX_OPS = {
 }  # fmt: skip
 
 
+def test_unused_and_scalar_parameters():
+    mesh, x = mesh_of(), integers(16, 4)
+    params = {"w": integers(4), "scale": np.float32(2), "unused": integers(3)}
+
+    def fun(p, x):
+        return jnp.mean(p["scale"] * (x @ p["w"]) ** 2)
+
+    for policy in (None, Policy(algorithm="ring")):
+        step = value_and_grad(fun, mesh=mesh, param_specs=P(), policy=policy)
+        value, grads = jax.jit(step)(params, x)
+        assert_equal((value, grads), plain(fun, params, x))
+        assert not grads["unused"].any() and len(step.reports[0].sites) == 3
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 3),
+    reason="beside axes of the partitioner XLA aborts on empty arrays",
+)
+def test_empty_parameters_and_aux():
+    mesh, x = mesh_of(), integers(16, 4)
+    params = {"w": integers(4), "empty": np.zeros((0, 4), np.float32)}
+
+    def fun(p, x):
+        return jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["empty"]), x[:0]
+
+    for policy in (None, Policy(algorithm="ring")):
+        options = {"mesh": mesh, "param_specs": P(), "policy": policy}
+        step = value_and_grad(fun, has_aux=True, aux_op="mean", **options)
+        (value, aux), grads = jax.jit(step)(params, x)
+        assert_equal((value, grads), plain(lambda p, x: fun(p, x)[0], params, x))
+        assert aux.shape == (0, 4)
+
+
+def test_methods_can_be_decorated():
+    class Model:
+        power = 2
+
+        @functools.partial(value_and_grad, argnums=1)
+        def loss(self, w, x):
+            return jnp.mean((x @ w) ** self.power)
+
+    w, x = integers(4), integers(16, 4, seed=1)
+    with jax.set_mesh(mesh_of()):
+        assert_equal(Model().loss(w, x), plain(lambda w, x: jnp.mean((x @ w) ** 2), w, x))
+    assert len(Model().loss.reports) == len(Model.loss.reports) == 1
+
+
+def test_a_sum_over_examples_is_averaged_over_ranks():
+    fun = lambda w, x: jnp.sum(x @ w)  # noqa: E731
+    w, x = integers(4), integers(16, 4, seed=1)
+    value, grads = jax.jit(value_and_grad(fun, mesh=mesh_of()))(w, x)
+    assert value == (x @ w).sum() / 4
+    np.testing.assert_array_equal(grads, x.sum(0) / 4)
+
+
 @pytest.mark.parametrize("how", ["jit", "eager"])
 def test_aux_is_the_whole_batchs(how):
     mesh = mesh_of()
@@ -204,6 +261,7 @@ AUX_ERRORS = {
     "rows": (None, r"aux\['rows'\] of dtype float32 and shape \(4, 4\) on each rank: only float"),
     "count": (None, r"aux\['count'\] of dtype int32 and shape \(\).*aux_op='concatenate'"),
     "any": (None, r"aux\['any'\] of dtype bool"),
+    "key": ("max", r"aux\['key'\] of dtype key<fry>.* has no max; leave it out"),
     "count ": ("mean", "a mean of int32 is none; use 'sum'"),
     "loss": ("concatenate", "no dimension to concatenate along"),
     "loss ": ("avg", "unknown op 'avg'; valid: 'mean', 'sum', 'max', 'min', 'concatenate'"),
@@ -214,9 +272,9 @@ AUX_ERRORS = {
 @pytest.mark.parametrize("name", AUX_ERRORS)
 def test_aux_that_is_not_known_is_an_error(name):
     op, message = AUX_ERRORS[name]
-    key = name.strip()
+    key, aux = name.strip(), AUX | {"key": lambda x: jax.random.key(0)}
     step = value_and_grad(
-        lambda w, x: (jnp.mean(x @ w), {key: AUX[key](x)}), has_aux=True, aux_op=op, mesh=mesh_of()
+        lambda w, x: (jnp.mean(x @ w), {key: aux[key](x)}), has_aux=True, aux_op=op, mesh=mesh_of()
     )
     with pytest.raises(ValueError, match=message):
         step(integers(4), integers(16, 4))

@@ -26,7 +26,9 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 
 from xcoll import _compat
+from xcoll.axis_shapes import check_axes, does_not_fit
 from xcoll.device_order import make_mesh
+from xcoll.hardware.tables import load
 from xcoll.memory import Memory, memory_of
 from xcoll.topology import Topology
 
@@ -75,7 +77,9 @@ _LIBTPU_ENVIRONMENT = {
 }
 
 
-def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -> jax.sharding.Mesh:
+def mesh(
+    topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str] | str
+) -> jax.sharding.Mesh:
     """Makes a mesh of compile-only devices.
 
     On a machine with TPUs of its own, touch them first (``jax.devices()``): libtpu is initialised
@@ -95,8 +99,9 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
       A mesh with Auto axes. The devices are those of every other mesh of this topology.
 
     Raises:
+      TypeError: ``topology`` is no text, or ``axis_shapes`` are no integers.
       ValueError: ``topology`` is malformed, of a kind or shape that the compiler does not know, or
-        its number of devices is not the product of ``axis_shapes``.
+        its number of devices is not the product of ``axis_shapes``: with the nearest that fit.
       ImportError: the compiler's package is not installed.
       RuntimeError: another process has loaded libtpu, and the environment forbids a second.
 
@@ -104,22 +109,19 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
       >>> mesh("v5e:4x4", (2, 8), ("data", "model")).devices.shape
       (2, 8)
     """
-    call = f"aot.mesh({topology!r}, {tuple(axis_shapes)}, {tuple(axis_names)})"
-    if len(axis_shapes) != len(axis_names):
-        raise ValueError(f"{call}: {len(axis_shapes)} sizes for {len(axis_names)} axis names")
+    shape, names = check_axes("aot.mesh", axis_shapes, axis_names)
     granules = devices(topology)
     num_devices = sum(map(len, granules))
-    if math.prod(axis_shapes) != num_devices:
+    if math.prod(shape) != num_devices:
         raise ValueError(
-            f"{call}: the axes make {math.prod(axis_shapes)} devices, but {topology} has"
-            f" {num_devices}"
+            does_not_fit(f"aot.mesh({topology!r}, {shape}, {names})", shape, num_devices)
         )
     outer, remaining = [], len(granules)
-    for size in axis_shapes:
+    for size in shape:
         outer.append(math.gcd(remaining, size))
         remaining //= outer[-1]
-    inner = [size // n for size, n in zip(axis_shapes, outer, strict=True)]
-    array = np.empty(tuple(axis_shapes), object)
+    inner = [size // n for size, n in zip(shape, outer, strict=True)]
+    array = np.empty(shape, object)
     for granule, index in zip(granules, np.ndindex(*outer), strict=True):
         where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))
         if granule[0].device_kind == "TPU v4":  # mesh_utils wants one device a chip there
@@ -128,17 +130,17 @@ def mesh(topology: str, axis_shapes: Sequence[int], axis_names: Sequence[str]) -
             array[where] = mesh_utils.create_device_mesh(
                 inner, list(granule), allow_split_physical_axes=True
             )
-    made = jax.sharding.Mesh(array, tuple(axis_names))
+    made = jax.sharding.Mesh(array, names)
     if Topology.from_mesh(made).is_known:
         return made
     # jax orders eight chips of v5e as one ring, and cores of tpu7x apart, so that no axis lies on
     # links of its own, and nothing could be said of its bandwidth.
     return make_mesh(
-        tuple(axis_shapes),
-        tuple(axis_names),
+        shape,
+        names,
         made.axis_types,
         devices=[device for granule in granules for device in granule],
-        traffic={name: 4**place for place, name in enumerate(axis_names)},
+        traffic={name: 4**place for place, name in enumerate(names)},
     )
 
 
@@ -152,9 +154,11 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
       topology: as in `mesh`.
 
     Raises:
-      ValueError, ImportError, RuntimeError: as `mesh`.
+      TypeError, ValueError, ImportError, RuntimeError: as `mesh`.
     """
     call = f"aot.mesh({topology!r})"
+    if not isinstance(topology, str):
+        raise TypeError(f"{call}: must be text, for example 'v5e:4x4'")
     form = _FORM.fullmatch(topology)
     if form is None:
         raise ValueError(
@@ -167,12 +171,19 @@ def devices(topology: str) -> tuple[tuple[jax.Device, ...], ...]:
     if kind in GPU_TARGETS:
         if "x" in layout:
             raise ValueError(f"{call}: a GPU host has a number of devices, for example '{kind}:8'")
+        if int(layout) > (most := load(kind)["largest"]["value"]):
+            raise ValueError(
+                f"{call}: a host has at most {most}; write several as 'COUNT*{kind}:{most}'"
+            )
         _require(call, "jax-cuda13-plugin", "jax_plugins.xla_cuda13")
         _require(call, "jax-cuda13-pjrt", "jax_plugins.xla_cuda13")
         made = _compat.compile_only_gpu_devices(GPU_TARGETS[kind], f"1x{count}x{layout}")
         return _grouped(made, lambda device: device.process_index)
     if kind in TPU_KINDS:
         _require(call, "libtpu", "libtpu")
+        if layout.count("x") >= (rank := load(kind)["dimensions"]["value"]):
+            # libtpu makes devices of it, though there are no such chips.
+            raise ValueError(f"{call}: a slice of {kind} has {rank} dimensions")
         options = {"num_slices": count} if count > 1 else {}
         with _environment(_LIBTPU_ENVIRONMENT):
             try:
@@ -234,7 +245,8 @@ def compile(
       *args: trees of `jax.ShapeDtypeStruct`, or of arrays. Shapes are global.
       mesh: made by `mesh`, or any other; by default that of the arguments' shardings. If given,
         ``fn`` is traced under `jax.set_mesh`.
-      in_specs: for ``fn`` per shard, a partition spec for each argument, or one for all.
+      in_specs: for ``fn`` per shard, a partition spec (or a pytree prefix of them) for each
+        argument, or one for all.
       out_specs: for ``fn`` per shard, as `jax.shard_map`; so ``check_vma``.
       check_vma: whether varying axes are checked.
       **kwargs: as ``args``; not for ``fn`` per shard.
@@ -260,22 +272,25 @@ def compile(
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             return _program(jitted.lower(*args, **kwargs))
     call = f"aot.compile({getattr(fn, '__name__', fn)})"
-    if mesh is None or out_specs is None or kwargs:
+    if mesh is None or in_specs is None or out_specs is None or kwargs:
         raise ValueError(
-            f"{call}: in_specs is for a function per shard, which also needs mesh= and out_specs=,"
-            f" and takes no keyword arguments (here {sorted(kwargs)}); for a function of whole"
-            " arrays leave in_specs and out_specs out, and give the arguments shardings"
+            f"{call}: a function per shard needs each of mesh=, in_specs= and out_specs=, and takes"
+            f" no keyword arguments (here {sorted(kwargs)}); for a function of whole arrays leave"
+            " in_specs and out_specs out, and give the arguments shardings"
         )
     is_one = not isinstance(in_specs, tuple) or isinstance(in_specs, jax.sharding.PartitionSpec)
     specs = (in_specs,) * len(args) if is_one else in_specs
     if len(specs) != len(args):
         raise ValueError(f"{call}: {len(specs)} in_specs for {len(args)} arguments")
-    placed = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
-        for a, spec in zip(args, specs, strict=True)
-    ]
+
+    def placed(spec: Any, part: Any) -> Any:
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part
+        )
+
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
-    return _program(jax.jit(mapped).lower(*placed))
+    return _program(jax.jit(mapped).lower(*jax.tree.map(placed, specs, args)))
 
 
 def _program(lowered: jax.stages.Lowered) -> Program:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,10 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from xcoll.axis_shapes import check_axes, does_not_fit
 from xcoll.errors import XcollWarning, unknown
 from xcoll.hardware.mesh import Places, read_levels
 from xcoll.layouts import System, choose, total_ps
-from xcoll.systems import locate, nearest_shapes
+from xcoll.systems import locate
 from xcoll.topology import Topology
 
 DEFAULT_BYTES = 64 * 2**20
@@ -84,17 +84,12 @@ def make_mesh(
       >>> [[device.id for device in row] for row in mesh.devices]  # hosts: 0 1, 2 3, 4 5, 6 7
       [[0, 2, 4, 6], [1, 3, 5, 7]]
     """
-    shape = _shape(axis_shapes)
-    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    shape, names = check_axes("make_mesh", axis_shapes, axis_names)
     call = f"make_mesh({shape}, {names})"
-    if len(names) != len(shape):
-        raise ValueError(f"{call}: {len(shape)} sizes for {len(names)} names; give one for each")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{call}: a name is there twice; name each axis once")
     every = list(jax.devices() if devices is None else devices)
     used = every[: math.prod(shape)]
     if math.prod(shape) > len(every):
-        raise ValueError(_does_not_fit(call, shape, len(every)))
+        raise ValueError(does_not_fit(call, shape, len(every)))
     axis_bytes = check_traffic(call, names, traffic)
     plain = _plain(shape, names, axis_types, used)
     if isinstance(plain, Mesh) and traffic is None and topology is None:
@@ -114,7 +109,7 @@ def make_mesh(
         if isinstance(plain, Mesh):
             return plain
         raise ValueError(
-            _does_not_fit(call, shape, len(every), "whose first ones fill no box of the system")
+            does_not_fit(call, shape, len(every), "whose first ones fill no box of the system")
         ) from plain
     return _ordered(shape, names, axis_types, used, places, axis_bytes, plain)
 
@@ -164,19 +159,6 @@ def _plain(
         return error
 
 
-def _shape(axis_shapes: Sequence[int]) -> tuple[int, ...]:
-    try:
-        shape = tuple(operator.index(size) for size in axis_shapes)
-    except TypeError:
-        raise TypeError(
-            f"make_mesh(axis_shapes={axis_shapes!r}): must be a sequence of integers, a size for"
-            " each axis"
-        ) from None
-    if min(shape, default=1) < 1:
-        raise ValueError(f"make_mesh(axis_shapes={shape}): every size must be at least 1")
-    return shape
-
-
 def check_traffic(
     call: str, names: tuple[str, ...], traffic: Mapping[str, int] | Audited | None
 ) -> tuple[int, ...]:
@@ -216,13 +198,3 @@ def _audited(call: str, names: tuple[str, ...], audit: Audited) -> dict[str, int
         )
     # Of n devices, each sends 2 (n - 1) / n of what it all-reduces.
     return {name: -(-sent[name] * n // (2 * n - 2)) if n > 1 else 0 for name, n in sizes.items()}
-
-
-def _does_not_fit(call: str, shape: tuple[int, ...], num_devices: int, why: str = "") -> str:
-    near = nearest_shapes(shape, num_devices)
-    fix = f"the nearest sizes that fit: {', '.join(map(str, near))}" if near else "give axes"
-    return (
-        f"{call}: the axes make {math.prod(shape)} devices, there are {num_devices}"
-        + (f", {why}" if why else "")
-        + f"; {fix}"
-    )

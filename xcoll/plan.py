@@ -124,6 +124,7 @@ class Stage:
     def __str__(self) -> str:
         """Reads like the algorithm, and the codec after a slash.
 
+        >>> from xcoll import codecs
         >>> span = Span(("dcn",), 2)
         >>> print(Stage("all_gather", span, Choice("ring"), codec=codecs.int8()))
         ring/int8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -90,31 +89,6 @@ def read_topology(call: str, topology: Topology | str, num_devices: int) -> Topo
             f"{call}: topology {topology!r} describes {count} devices, the mesh has"
             f" {num_devices}; give the topology of all of the mesh's devices"
         ) from None
-
-
-def nearest_shapes(shape: Sequence[int], num_devices: int, most: int = 3) -> list[tuple[int, ...]]:
-    """Returns the shapes with as many axes that use all devices, nearest first.
-
-    Near is a small sum of squares, over the axes, of the logarithm of the sizes' ratio.
-
-    >>> nearest_shapes((4, 8), 16)
-    [(2, 8), (4, 4), (1, 16)]
-    """
-    best: dict[int, list[tuple[float, tuple[int, ...]]]] = {num_devices: [(0.0, ())]}
-    for position, wanted in enumerate(shape):
-        is_last = position == len(shape) - 1
-        found: dict[int, list[tuple[float, tuple[int, ...]]]] = {}
-        for left, shapes in best.items():
-            for size in [left] if is_last else _divisors(left):
-                far = math.log2(size / wanted) ** 2
-                longer = [(round(d + far, 9), (*s, size)) for d, s in shapes]
-                found.setdefault(left // size, []).extend(longer)
-        best = {left: heapq.nsmallest(most, shapes) for left, shapes in found.items()}
-    return [shape for _, shape in best.get(1, [])]
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _dimensions(topology: Topology) -> tuple[Dimension, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,16 +58,16 @@ def combine(
         else:
             if op == "sum" and value.dtype == jnp.bool_:
                 value = value.astype(jnp.int32)  # A count, as jnp.sum's.
-            same.append(in_float32(REDUCTIONS[op or "mean"], value, axes))
+            same.append(reduce(op or "mean", value, axes))
             rows.append(None)
     return same, rows
 
 
-def in_float32(reduce: Callable[..., Any], x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def reduce(op: str, x: jax.Array, ranks: tuple[str, ...]) -> jax.Array:
     """Reduces over ranks, floats narrower than float32 in float32; returns the dtype of ``x``."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
-        return reduce(x, axes)
-    return reduce(x.astype(jnp.float32), axes).astype(x.dtype)
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    wide = x.astype(jnp.float32) if is_narrow else x
+    return REDUCTIONS[op](wide, ranks).astype(x.dtype)
 
 
 def merge(same: list[Any], rows: list[Any]) -> list[Any]:
@@ -114,6 +113,5 @@ def _check(call: str, name: str, value: jax.Array, op: Any) -> None:
             " exactly, or return it as a float"
         )
     if not is_number or (op in ("max", "min") and jnp.issubdtype(dtype, jnp.complexfloating)):
-        raise ValueError(
-            f"{call}(aux_op={op!r}): {where} has no {op}; use 'concatenate', or leave it out"
-        )
+        fix = "use 'concatenate', or leave it out" if shape else "leave it out"
+        raise ValueError(f"{call}(aux_op={op!r}): {where} has no {op}; {fix}")

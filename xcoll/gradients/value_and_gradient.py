@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from xcoll import collectives, cut_rules, graphs
+from xcoll import graphs
 from xcoll.calls import Axes
 from xcoll.errors import UnsupportedError, XcollWarning
-from xcoll.gradients import arguments, auxiliary, batches
+from xcoll.gradients import arguments, auxiliary, averaging, batches
 from xcoll.gradients.options import axis_names
 from xcoll.policy import Policy
-from xcoll.primitives import Region, bind, is_disabled
+from xcoll.primitives import Region
 from xcoll.report import Report
 from xcoll.topology import Topology
 from xcoll.transform import checked
@@ -45,7 +43,8 @@ def value_and_grad(
     other axes of the mesh stay with the partitioner, as under plain `jax.jit`. Each rank
     differentiates ``fun`` on its part of the batch, and the gradients are averaged by xcoll's plan:
     tensor parallelism from shardings, beside an int8 sum over the slow axis. For a loss that is a
-    mean over examples, what comes out is what `jax.value_and_grad` gives of the whole batch::
+    mean over examples, what comes out is what `jax.value_and_grad` gives of the whole batch; for a
+    sum over them, the n-th part of it::
 
         value = 1/n sum over ranks of fun(params, part_r)      grads = d value / d params
 
@@ -70,7 +69,8 @@ def value_and_grad(
     ``fun`` may use collectives over ``axis_name``. A loss that divides by a number of its own, such
     as tokens that are not padding, is the whole batch's with that of all ranks:
     ``loss = total / jax.lax.pmean(count, axis_name)``. Keys are the same on all ranks;
-    ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))`` gives each rank its own.
+    ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))`` gives each rank its own. Its sharding
+    constraints may name axes of the partitioner only.
 
     Call it inside one `jax.jit`. Outside, each call is traced and compiled anew.
 
@@ -111,8 +111,9 @@ def value_and_grad(
       TypeError: an option is of a wrong type, or what jax raises of ``fun``.
 
     Example:
-      >>> import xcoll
-      >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
       >>> step = value_and_grad(loss, mesh=mesh, axis_name="data", param_specs=jax.P("model"))
       >>> value, grads = jax.jit(step)(jnp.ones(2), jnp.array([[1.0, 2.0], [3.0, 4.0]]))
@@ -171,6 +172,14 @@ class ValueAndGrad:
         self._mesh, self._axes = mesh, axes
         self._in_axes, self._param_specs, self._aux_op = in_axes, param_specs, aux_op
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds as functions do, so that methods can be decorated."""
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
+        return bound
+
     def __repr__(self) -> str:
         name = getattr(self._fun, "__qualname__", self._fun)
         return f"xcoll.gradients.value_and_grad({name})"
@@ -189,7 +198,7 @@ class ValueAndGrad:
         is_tuple = not isinstance(self._argnums, int | np.integer)
         cuts = arguments.param_cuts(params, self._param_specs, is_tuple, self._axes, mesh)
         self._warn_of_unknown(cuts, mesh)
-        rest = ([arg for i, arg in enumerate(args) if i not in positions], kwargs)
+        rest = ([None if i in positions else arg for i, arg in enumerate(args)], kwargs)
         specs = batches.batch_specs(
             self._fun, args, kwargs, positions, self._in_axes, self._axes, mesh
         )
@@ -198,6 +207,7 @@ class ValueAndGrad:
         batch = [batches.placed(leaves[i], spec, self._axes, mesh) for i, spec in traced.items()]
         # Beside axes of the partitioner XLA refuses a sum over axes of one rank only.
         ranks = tuple(axis for axis in self._axes if mesh.shape[axis] > 1)
+        region = Region(self.policy, self.topology, sink=self.reports.append)
         # Tracing the body forgets it, and the report shall name the line.
         caller = source_info_util.current().traceback
         aux_tree: Any = None
@@ -207,10 +217,9 @@ class ValueAndGrad:
             inside = list(leaves)
             for i, part in zip(traced, batch, strict=True):
                 inside[i] = part
-            others, keywords = jax.tree.unflatten(structure, inside)
-            own = list(others)
-            for i, value in sorted(zip(positions, params, strict=True), key=lambda pair: pair[0]):
-                own.insert(i, value)
+            own, keywords = jax.tree.unflatten(structure, inside)
+            for i, value in zip(positions, params, strict=True):
+                own[i] = value
             out, grads = jax.value_and_grad(self._fun, self._argnums, self._has_aux)(
                 *own, **keywords
             )
@@ -219,8 +228,8 @@ class ValueAndGrad:
             names = source_info_util.current_name_stack()
             with source_info_util.user_context(caller, name_stack=names):
                 same, rows = auxiliary.combine("value_and_grad", aux, self._aux_op, ranks)
-                value = auxiliary.in_float32(collectives.pmean, value, ranks)
-                grads = self._mean(grads, cuts, ranks)
+                value = auxiliary.reduce("mean", value, ranks)
+                grads = averaging.mean(grads, cuts, ranks, region)
             return value, grads, same, rows
 
         whole, split = PartitionSpec(), PartitionSpec(self._axes)
@@ -241,25 +250,6 @@ class ValueAndGrad:
         aux = jax.tree.unflatten(aux_tree, auxiliary.merge(same, rows))
         return (value, aux), grads
 
-    def _mean(
-        self, grads: Any, cuts: Sequence[PartitionSpec | None], ranks: tuple[str, ...]
-    ) -> Any:
-        """Averages gradients over ranks by a plan, inside `jax.shard_map`."""
-        leaves, structure = jax.tree.flatten(grads)
-
-        def mean(leaves: list[Any]) -> list[Any]:
-            wide = [g.astype(_carried(g.dtype)) for g in leaves]
-            cut = [_constrained(g, cut) for g, cut in zip(wide, cuts, strict=True)]
-            means = collectives.pmean(cut, ranks)
-            return [m.astype(g.dtype) for m, g in zip(means, leaves, strict=True)]
-
-        if leaves and not is_disabled():
-            region = Region(self.policy, self.topology, sink=self.reports.append)
-            leaves = bind(mean, region, leaves)
-        else:
-            leaves = mean(leaves)
-        return jax.tree.unflatten(structure, leaves)
-
     def _warn_of_unknown(self, cuts: Sequence[PartitionSpec | None], mesh: Any) -> None:
         unknown = sum(cut is None for cut in cuts)
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -274,28 +264,3 @@ class ValueAndGrad:
                 XcollWarning,
                 stacklevel=3,
             )
-
-
-def _carried(dtype: Any) -> Any:
-    """Returns the dtype that a gradient is averaged in, inside `jax.shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    device = mesh.abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    # Beside axes of the partitioner XLA:CPU aborts on a bfloat16 all-reduce, "Invalid binary
-    # instruction opcode copy"; elsewhere it carries one as float32 anyway.
-    is_beside = len(mesh.manual_axes) < len(mesh.axis_names)
-    return jnp.float32 if dtype == jnp.bfloat16 and is_beside and platform == "cpu" else dtype
-
-
-def _constrained(x: Any, cut: PartitionSpec | None) -> Any:
-    """Returns a gradient, cut over the partitioner's axes as its parameter is known to be."""
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = {
-        axis
-        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto
-    }
-    if cut is None or not auto:
-        return x
-    entries = cut_rules.entries(cut, jnp.ndim(x), auto)
-    return lax.with_sharding_constraint(x, cut_rules.partition_spec(entries))

@@ -139,14 +139,17 @@ def _slices(flat: Sequence[Any]) -> list[int]:
 def _hosts(kind: str, flat: Sequence[Any]) -> list[int]:
     """Returns the number of each device's NVLink domain (GPU) or process (CPU)."""
     processes = [int(d.process_index) for d in flat]
-    table = load(kind)
     domains = [getattr(d, "slice_index", None) for d in flat]
-    if table["platform"] == "cpu" or None in domains:
+    if load(kind)["platform"] == "cpu" or any(map(_is_compile_only, flat)):
         return processes
     # On GPU, jax numbers NVLink domains as slices, since a node may run one process for each GPU.
-    # A compile-only topology puts all nodes into one slice.
-    too_large = max(map(domains.count, set(domains))) > table["largest"]["value"]
-    return processes if too_large else [int(d) for d in domains if d is not None]
+    return processes if None in domains else [int(d) for d in domains if d is not None]
+
+
+def _is_compile_only(device: Any) -> bool:
+    """Whether it is described to a compiler only: such GPUs are all of one slice, nodes apart."""
+    client = getattr(device, "client", None)
+    return getattr(client, "runtime_type", "") == "compile_only_runtime"
 
 
 def _local(hosts: Sequence[int]) -> list[int]:

@@ -104,8 +104,9 @@ def check_tensor_axes(
 
 def _refusal(cost: TensorCost) -> str:
     links = " and ".join(cost.slow_links)
+    crosses = "crosses" if len(cost.axes) == 1 else "cross"
     return (
-        f"the tensor-parallel {_named(cost.axes)} crosses a slow link ({links}): {cost}, which no"
+        f"the tensor-parallel {_named(cost.axes)} {crosses} a slow link ({links}): {cost}, which no"
         " compute hides. Lay it on fast links (the mesh's last axis lies innermost), make it"
         " smaller, split parameters over the slow link by fsdp or not at all; or pay with"
         " force=True"
@@ -168,6 +169,8 @@ def _activations(
     for name, number, ranks in (
         ("batch", batch, over_batch),
         ("sequence", sequence, over_sequence),
+        # Between blocks it may be split where inside them it is not.
+        ("sequence", sequence, _ranks(rules.get("sequence", ()), sizes)),
     ):
         if number % ranks:
             raise ValueError(

@@ -1,0 +1,1 @@
+"""Benchmarks: scripts, and the cluster on one machine that they run on."""
