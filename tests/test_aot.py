@@ -323,4 +323,4 @@ def test_a_plug_in_that_did_not_start_says_what_to_set(monkeypatch):
 
     monkeypatch.setattr(aot._compat, "compile_only_gpu_devices", fail)
     with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cpu"):
-        aot.devices("h100:16")
+        aot.devices("7*h100:8")  # of no other test: made once a process

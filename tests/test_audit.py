@@ -206,6 +206,19 @@ def test_other_json_is_refused(text, match):
         hlo.Audit.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("topology", "", "a name is expected"),
+        ("wire_bytes", {}, "over each axis are expected: dat"),
+    ],
+)
+def test_json_that_was_edited_is_refused(field, value, match):
+    data = json.loads(xcoll.audit(mean, struct(mesh_of(), (8, 8), "data")).to_json())
+    with pytest.raises(ValueError, match=match):
+        hlo.Audit.from_json(json.dumps(data | {field: value}))
+
+
 def test_what_is_refused():
     mesh = mesh_of()
     x = struct(mesh, (8, 128), "data")

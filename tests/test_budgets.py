@@ -1,5 +1,7 @@
 """Budgets: how they are read, what breaks them, and who is blamed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -81,7 +83,9 @@ def test_what_is_no_budget(tables, says):
         read_budget(tables)
 
 
-@pytest.mark.parametrize("text", [b"[count", b"[count]\ntotal = 1\ntotal = 2", b"\xff"])
+@pytest.mark.parametrize(
+    "text", [b"[count", b"[count]\ntotal = 1\ntotal = 2", b"\xff", b"a=" + b"[" * 9999]
+)
 def test_what_is_no_toml(tmp_path, text):
     path = tmp_path / "b.toml"
     path.write_bytes(text)
@@ -258,6 +262,27 @@ def test_figures_that_are_missing():
     assert "how long a device computes is not known" in breach
     assert held(audit(compute_s=None), {"time": {"exposed": "0s"}}) == []
     assert held(audit(compute_s=0.0), {"time": {"share": 0}}) == [], "an empty step waits for none"
+
+
+def test_code_of_unknown_size():
+    # Every program has some: where the compiler says 0, it does not say (GPU).
+    unsaid = dataclasses.replace(audit().memory, code=0)
+    (breach,) = held(audit(memory=unsaid), {"memory": {"code": "1GiB"}})
+    assert breach.startswith("memory.code: cannot be shown to hold: the compiler does not say")
+
+
+def test_what_goes_between_slices_counts_as_what_it_carries_out():
+    rows = [
+        row("send.1", kind="send", transfer="all-gather"),
+        row("recv.1", kind="recv", transfer="all-gather"),
+        row("all-gather.1", kind="all-gather"),
+    ]
+    kept = {"count": {"all-gather": 2, "send": 1, "recv": 1, "total": 3, "all-reduce": 0}}
+    assert held(audit(*rows), kept) == []
+    (breach,) = held(audit(rows[0], rows[1]), {"count": {"all-gather": 0}})
+    head, blamed = breach.splitlines()
+    assert head == "count.all-gather: 1 measured, 0 allowed"
+    assert "1 (100%)" in blamed and "send (all-gather)" in blamed
 
 
 def test_an_axis_that_the_mesh_lacks():

@@ -347,6 +347,8 @@ def test_a_codec_between_hosts_is_as_planned(target):
 # What a report may say wrongly of the all-reduce of 96 bytes over device.
 WRONG = {
     "bytes": Operation("all-reduce", ("device",), 100, 1),
+    "half": Operation("all-reduce", ("device",), 48, 1),  # not what CPUs carry twice as wide: f32
+    "halves": Operation("all-reduce", ("device",), 48, 2),  # not combined: it has one operand
     "kind": Operation("all-gather", ("device",), 96, 1),
     "axes": Operation("all-reduce", ("host",), 96, 1),
     "fewer": None,
@@ -378,6 +380,72 @@ def test_a_wrong_report_is_not_explained(wrong):
     assert not check.is_explained and not check.is_equal
     assert "not explained" in {row.verdict for row in check.rows}
     assert_complete(check)
+
+
+def test_a_wrong_report_is_not_explained_by_the_tpu_compiler():
+    mesh = aot.mesh(TPU, (2, 4), AXES)
+    fn = jax.shard_map(
+        lambda x: lax.psum(x, "device"), mesh=mesh, in_specs=P(AXES), out_specs=P(AXES),
+        check_vma=False,
+    )  # fmt: skip
+    step = jax.jit(xcoll.optimize(fn))
+    sharding = jax.NamedSharding(mesh, P(AXES))
+    # Shards of 8 x 128 numbers are whole tiles.
+    lowered = step.lower(jax.ShapeDtypeStruct((64, 128), "float32", sharding=sharding))
+    found, (site,) = audit(lowered), step.reports[-1].sites
+    assert against(step.reports[-1], found, "tpu", lowered).is_equal
+    for kind, num_bytes in [("all-reduce", 2048), ("all-reduce", 4092), ("reduce-scatter", 4096)]:
+        wrong = (Operation(kind, ("device",), num_bytes, 1),)
+        plan = dataclasses.replace(site.plan, operations=wrong)
+        sites = (dataclasses.replace(site, plan=plan),)
+        report = dataclasses.replace(step.reports[-1], sites=sites)
+        # The program given to XLA has the all-reduce of 4096 bytes: nothing was padded or undone.
+        check = against(report, found, "tpu", lowered)
+        assert {row.verdict for row in check.rows} == {"not explained"}
+
+
+@pytest.mark.parametrize("count", [6, 10])
+def test_a_wrong_number_of_turns_is_not_explained(count):
+    def body(x):
+        return lax.scan(lambda x, _: (lax.psum(jnp.sin(x), "device"), None), x, None, length=5)[0]
+
+    mesh = mesh_for("cpu")
+    fn = jax.shard_map(body, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    step = jax.jit(xcoll.optimize(fn))
+    sharding = jax.NamedSharding(mesh, P(AXES))
+    lowered = step.lower(jax.ShapeDtypeStruct((64, 3), "float32", sharding=sharding))
+    (site,), found = step.reports[-1].sites, audit(lowered)
+    assert site.count == 5
+    report = dataclasses.replace(step.reports[-1], sites=(dataclasses.replace(site, count=count),))
+    # The program given to XLA has one in a loop, and so has XLA's: none was merged or removed.
+    check = against(report, found, "cpu", lowered)
+    assert lines(check) == [("all-reduce", ("device",), 96, count, 5, "not explained")]
+
+
+def test_a_site_that_is_not_in_the_report_is_not_the_partitioner_s():
+    mesh = mesh_of(2, 4, names=("data", "model"))
+
+    def fn(x, w):
+        def local(x, w):
+            return lax.psum(jnp.tanh(x @ w), "data")
+
+        return jax.shard_map(
+            local, in_specs=(P("data"), P()), out_specs=P(), axis_names={"data"}, check_vma=False
+        )(x, w)
+
+    def given(shape, *spec):
+        sharding = jax.NamedSharding(mesh, P(*spec))
+        return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+    step = jax.jit(xcoll.optimize(fn))
+    with jax.set_mesh(mesh):
+        lowered = step.lower(given((8, 16), "data"), given((16, 32), None, "model"))
+    found = audit(lowered, mesh=mesh)
+    assert [(row.axes, row.made_by) for row in found.rows] == [(("data",), "user")]
+    report = dataclasses.replace(step.reports[-1], sites=())
+    check = against(report, found, "cpu", lowered)
+    # 4 rows of 32 numbers, of which a device has a quarter of the columns.
+    assert lines(check) == [("all-reduce", ("data",), 128, 0, 1, "not explained")]
 
 
 def test_wrong_bytes_over_an_axis_are_not_explained():

@@ -61,6 +61,14 @@ def fails_as_it_is_traced(mesh):
     return fn, (jax.ShapeDtypeStruct((8, 3), jnp.float32),)
 
 
+def too_many(mesh):
+    return jax.jit(lambda x: x), (jnp.ones(8), jnp.ones(8))
+
+
+def no_array(mesh):
+    return jax.jit(lambda x: x), ("text",)
+
+
 def exits(mesh):
     raise SystemExit(0)
 
@@ -189,8 +197,8 @@ def test_progress_is_shown_to_who_looks_on(capsys, program, monkeypatch):
 
 def test_compare(capsys, tmp_path):
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-    first = audit(row("a"))
-    second = audit(row("a"), row("g", "all-gather", source="[m].py:3"), wire_bytes={"data": 1537})
+    first, sent = audit(row("a")), {"data": 1537, "model": 0}
+    second = audit(row("a"), row("g", "all-gather", source="[m].py:3"), wire_bytes=sent)
     for path, audited in zip(paths, (first, second), strict=True):
         with open(path, "w") as file:
             file.write(audited.to_json())
@@ -218,14 +226,17 @@ BAD = [
     ([f"{FILE}:no_tuple", *EIGHT], "must return (fn, args), a function and the tuple of"),
     ([f"{FILE}:two", *EIGHT], "must take one argument, the mesh"),
     ([f"{FILE}:exits", *EIGHT], "called sys.exit(0)"),
+    ([f"{FILE}:too_many", *EIGHT], ":too_many: "),
     ([f"{FILE}:step", "--topology", "cpu:8x", "--mesh", "data=8"], "character 7"),
     ([f"{FILE}:step", "--topology", "v5f:8", "--mesh", "data=8"], "unknown hardware 'v5f'"),
     ([f"{FILE}:step", "--topology", "cpu:8", "--mesh", "data=4"], "8 devices"),
-    ([f"{FILE}:step", "--topology", "v5e:2x4", "--mesh", "data=4"], "there are 8"),
+    ([f"{FILE}:step", "--topology", "v5e:2x4", "--mesh", "data=4"], "make 4 devices, there are 8"),
     ([f"{FILE}:step", "--topology", "cpu:8", "--mesh", "data"], "--mesh data: 'data' is no name"),
     ([f"{FILE}:step", "--topology", "b200:8", "--mesh", "data=8"], "nothing here compiles for"),
     ([f"{FILE}:step", "--topology", "cpu:16", "--mesh", "data=16"], "needs 16 CPU devices"),
     ([f"{FILE}:step", *EIGHT, "--budget", "none_such.toml"], "none_such.toml: No such file"),
+    ([f"{FILE}:step", *EIGHT, "--timeline", "none/such.json"], "there is no directory"),
+    ([f"{FILE}:step", *EIGHT, "--timeline", "/"], "a file is expected"),
     (["--compare", "none_such.json", "b.json"], "none_such.json: No such file"),
     (["--compare", "a.json"], "expected 2 arguments"),
     (["--compare", "a", "b", "--mesh", "data=8"], "takes two audits, and not --mesh"),
@@ -295,12 +306,33 @@ def test_files_that_cannot_be_imported(capsys, tmp_path, text, says):
     assert err.splitlines()[-1].startswith(f"xcoll: error: {path}:step: failed, as shown above: ")
 
 
+def test_an_argument_that_is_no_array(capsys, program):
+    code, out, err = run(capsys, f"{program}:no_array", *EIGHT)
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith(f"xcoll: error: {program}:no_array: Error interpreting")
+
+
 def test_a_file_that_exits(capsys, tmp_path):
     path = tmp_path / "script.py"
     path.write_text("raise SystemExit(0)\n")
     code, out, err = run(capsys, f"{path}:step", *EIGHT)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert 'put what it runs as a script under if __name__ == "__main__":' in err
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_that_no_one_reads_changes_no_exit_code(tmp_path, as_json):
+    path = tmp_path / "a.json"
+    path.write_text(audit(row("a")).to_json())
+    arguments = ["audit", "--compare", str(path), str(path), *as_json]
+    with subprocess.Popen(
+        [sys.executable, "-m", "xcoll.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=120)) == ("", 0)
 
 
 def test_what_the_compiler_refuses(capsys, program):

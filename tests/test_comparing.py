@@ -149,6 +149,16 @@ def test_what_is_hard_to_compare_is_said():
         assert note in str(compared)
 
 
+def test_topologies_of_one_name():
+    cpus, others = "cpu:8\n  data=4", "cpu:8\n  data=8"
+    (note,) = compare(audit(topology=cpus), audit(topology=others)).notes
+    assert note == "the axes lie on other links of cpu:8; times differ with them"
+    # Where the meshes differ, their links do as well.
+    other = audit(topology=others, axis_sizes={"data": 8})
+    (note,) = compare(audit(topology=cpus), other).notes
+    assert note.startswith("the meshes differ: ")
+
+
 def test_the_same_way_of_timing_with_another_figure_is_no_difference():
     first = audit(compute_source="optimal_seconds of the compiler (1e-06 s)")
     assert compare(first, audit(compute_source="optimal_seconds of it (2e-06 s)")).notes == ()

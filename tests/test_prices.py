@@ -354,3 +354,12 @@ def test_unknown_topologies_have_bytes_and_no_times():
 def test_the_topology_of_another_mesh():
     with pytest.raises(ValueError, match="audit: the topology does not match the mesh"):
         Network(mesh(a=4, b=2), Topology.unknown({"a": 2, "b": 4}))
+
+
+def test_on_a_single_device_nothing_is_sent_and_nothing_takes_time():
+    # XLA leaves some collectives in a program for one device, such as an all-reduce of maxima.
+    alone = on(Topology.parse("cpu:1", axes={"a": 1}))
+    for kind in NATIVE:
+        each = collective(kind, B, groups=((0,),), num_devices=1)
+        assert (alone.time_ps(each), alone.bound_ps(each)) == (0, 0)
+        assert (alone.wire_bytes(each), alone.level_bytes(each)) == ({"a": 0}, {})

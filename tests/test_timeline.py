@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import jax
 import pytest
@@ -252,6 +253,56 @@ def test_of_a_conditional_the_branch_that_takes_longest_is_drawn():
     assert in_ms(events) == [("compute", "idle", 0, 6), ("loops and branches", "choice", 0, 6)]
 
 
+BRANCH_IN_LOOP = LOOP.replace(
+    "  %sum = f32[2]{0} all-reduce(%work), replica_groups={}, to_apply=%add\n",
+    "  %n = s32[] constant(0)\n"
+    "  %one = f32[2]{0} conditional(%n, %v, %v), branch_computations={%long, %short}\n"
+    "  %sum = f32[2]{0} all-reduce(%one), replica_groups={}, to_apply=%add\n",
+).replace(
+    "%body",
+    """%long (a: f32[2]) -> f32[2] {
+  %a = f32[2]{0} parameter(0)
+  ROOT %total = f32[2]{0} all-reduce(%a), replica_groups={}, to_apply=%add
+}
+%short (b: f32[2]) -> f32[2] {
+  %b = f32[2]{0} parameter(0)
+  ROOT %idle = f32[2]{0} negate(%b)
+}
+%body""",
+    1,
+)
+
+
+def test_a_conditional_in_a_loop_is_in_all_its_iterations():
+    rows = [
+        row("total", 6, computation="long", conditional=True, executions=3),
+        row("sum", 2, computation="body", executions=3),
+    ]
+    text = BRANCH_IN_LOOP.replace("TRIPS", TRIPS.replace("48", "3"))
+    events = events_of(parse(text), rows, Times(before=1, work=3, loop=9, after=4))
+    # Each iteration: 3 ms of work, 6 ms of the longer branch, 2 ms of the sum.
+    assert in_ms(events) == [
+        ("compute", "before", 0, 1),
+        ("compute", "work", 1, 4),
+        ("compute", "waits for total", 4, 10),
+        ("x", "all-reduce", 4, 10),
+        ("loops and branches", "one", 4, 10),
+        ("compute", "waits for sum", 10, 12),
+        ("x", "all-reduce", 10, 12),
+        ("loops and branches", "loop: iterations 2..3, alike", 12, 34),
+        ("compute", "after", 34, 38),
+    ]
+
+
+def test_of_branches_of_unknown_times_the_one_with_collectives_is_drawn():
+    rows = [row("sum", 0, computation="long", conditional=True)]
+    for each in rows:
+        for name in ("time_s", "hidden_s", "exposed_s"):
+            object.__setattr__(each, name, None)
+    events = events_of(parse(BRANCHES), rows, Times())
+    assert [event.row for event in events if event.row] == ["sum"]
+
+
 FUSED = """HloModule f, is_scheduled=true, num_partitions=4
 %inner (q: f32[2]) -> f32[2] {
   %q = f32[2]{0} parameter(0)
@@ -310,8 +361,23 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path):
     with pytest.raises(ValueError):
         write_timeline(audit_of([], [bad], 1), path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("out.json", "old")]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"none/out\.json'$"):
         write_timeline(audit_of([], [], 1), tmp_path / "none" / "out.json")
+
+
+def test_what_a_link_names_is_replaced_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "run.json").write_text("old")
+    link = tmp_path / "latest.json"
+    link.symlink_to("run.json")
+    write_timeline(audit_of([], [], 1), link)
+    assert link.is_symlink() and "traceEvents" in (tmp_path / "run.json").read_text()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_timeline(audit_of([], [], 1), pipe)
+    assert "traceEvents" in json.loads(os.read(end, 65536))
+    os.close(end)
+    assert pipe.is_fifo() and len(list(tmp_path.iterdir())) == 3
 
 
 def layers(target, num_layers):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from typing import Any
 
 from rich.console import Console
 
 from xcoll.commands import hardware, programs
-from xcoll.commands.usage import UsageError, read_axes, wide_console
+from xcoll.commands.usage import UsageError, read_axes, say, wide_console
 from xcoll.hlo.auditing import audit
 from xcoll.hlo.budget_checks import breaches
 from xcoll.hlo.budgets import Budget, read_budget
@@ -73,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _compare(before: str, after: str, *, as_json: bool) -> int:
     compared = compare(_read(before), _read(after))
     if as_json:
-        print(compared.to_json())
+        say(compared.to_json())
     else:
         wide_console().print(compared, highlight=False, markup=False)
     return 0
@@ -94,6 +95,8 @@ def _audit(arguments: argparse.Namespace) -> int:
         # Before the program is compiled, which can take minutes.
         budget = read_budget(arguments.budget)
         budget.check_axes(axes)
+    if arguments.timeline is not None:
+        _check_file("--timeline", arguments.timeline)
     num_cpus = hardware.prepare(arguments.topology)
     program = programs.load(arguments.program)
     mesh, topology = hardware.mesh_on(arguments.topology, axes, num_cpus)
@@ -106,10 +109,19 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.timeline is not None:
         audited.timeline(arguments.timeline)
     if arguments.json:
-        print(audited.to_json())
+        say(audited.to_json())
     else:
         wide_console().print(audited, highlight=False, markup=False)
     return 0 if budget is None else _hold(audited, budget, quiet=arguments.json)
+
+
+def _check_file(option: str, path: str) -> None:
+    """Checks that a file can be there, before it is waited for."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UsageError(f"{option} {path}: there is no directory {folder}")
+    if not path or os.path.isdir(path):
+        raise UsageError(f"{option} {path}: a file is expected, and that is a directory")
 
 
 def _hold(audited: Audit, budget: Budget, *, quiet: bool) -> int:
@@ -119,7 +131,7 @@ def _hold(audited: Audit, budget: Budget, *, quiet: bool) -> int:
         return 1
     if not quiet:
         number = len(budget.limits)
-        print(f"{budget.name}: {number} limit{'' if number == 1 else 's'} kept")
+        say(f"{budget.name}: {number} limit{'' if number == 1 else 's'} kept")
     return 0
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
-from xcoll.commands.usage import UsageError, read_axes, wide_console
+from xcoll.commands.usage import UsageError, read_axes, say, wide_console
 from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UsageError(unknown("--codec", "axis", axis, topology.axis_sizes))
     made = plan(_request(arguments, topology), topology, policy, strict=True)
     if arguments.json:
-        print(made.to_json())
+        say(made.to_json())
     else:
         _print(made, topology)
     return 0

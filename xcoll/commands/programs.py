@@ -104,7 +104,6 @@ def users_code(text: str, path: str) -> Iterator[None]:
 
     Raises:
       UsageError: the code failed, or what it made did not compile.
-      ValueError: from xcoll itself.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -121,8 +120,12 @@ def users_code(text: str, path: str) -> Iterator[None]:
             first, _, rest = str(err).strip().partition("\n")
             details = "\n".join(rest.splitlines()[:_MOST_LINES])
             raise UsageError(f"{text}: the compiler refused it: {first}", details) from err
+        if frames is None and isinstance(err, ValueError | TypeError):
+            # Said by xcoll or jax, of what was given.
+            first, _, rest = str(err).strip().partition("\n")
+            raise UsageError(f"{text}: {first}", rest) from err
         if frames is None and not isinstance(err, SyntaxError):
-            raise  # said by xcoll, of what it was given
+            frames = err.__traceback__
         shown = "".join(traceback.format_exception(type(err), err, frames))
         what = f"{type(err).__name__}: {err}"
         raise UsageError(f"{text}: failed, as shown above: {what}", shown) from err

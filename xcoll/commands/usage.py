@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 
 from rich.console import Console
 
@@ -39,5 +41,25 @@ def read_axes(option: str, text: str) -> dict[str, int]:
 
 def wide_console() -> Console:
     """Returns a console on stdout; rows stay whole for whoever reads the output of a pipe."""
-    made = Console()
-    return made if made.is_terminal else Console(width=200)
+    made = _Console()
+    return made if made.is_terminal else _Console(width=200)
+
+
+def say(text: str) -> None:
+    """Prints to stdout, for as long as someone reads it: ``| head`` changes no exit code."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        _no_one_reads()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        _no_one_reads()
+
+
+def _no_one_reads() -> None:
+    # Python writes what is left at its end, and would fail once more.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

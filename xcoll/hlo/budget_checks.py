@@ -83,6 +83,8 @@ def _check(audited: Audit, limit: Limit) -> Breach | None:
     measured = _measured(audited, limit)
     if limit.table == "memory":
         why = "" if audited.memory else "XLA does not say how much memory the program uses"
+        if limit.key == "code" and measured == 0:
+            why = "the compiler does not say how much the program itself takes"
         blame = tuple(_memory_parts(audited.memory)) if limit.key == "total" else ()
     else:
         unknown = [(row, why) for row in audited.rows if (why := _doubt(row, limit))]
@@ -104,8 +106,7 @@ def _measured(audited: Audit, limit: Limit) -> int | float | None:
     if limit.table == "wire_bytes":
         return audited.wire_bytes[limit.key]
     if limit.table == "count":
-        counts = audited.counts()
-        return counts.get(limit.key, 0) if limit.key != "total" else sum(counts.values())
+        return sum(_part(row, limit) for row in audited.rows)
     if limit.table == "memory":
         return None if audited.memory is None else int(getattr(audited.memory, limit.key))
     if limit.key == "exposed":
@@ -131,7 +132,9 @@ def _doubt(row: Row, limit: Limit) -> str:
 def _part(row: Row, limit: Limit) -> int | float:
     """Returns what a row contributes: bytes, operations, or picoseconds."""
     if limit.table == "count":
-        return int(limit.key in (row.kind, "total"))
+        # A collective between TPU slices is a send and a recv, and counts by its own kind too.
+        carried_out = row.transfer if row.kind == "send" else None
+        return int(limit.key in (row.kind, carried_out, "total"))
     if limit.table == "wire_bytes":
         return row.wire_bytes.get(limit.key, 0) * row.runs
     return (row.exposed_s or 0.0) * row.runs * _PS
@@ -140,7 +143,8 @@ def _part(row: Row, limit: Limit) -> int | float:
 def _site(row: Row) -> str:
     made_by = "" if row.made_by == "unknown" else f", made by {row.made_by}"
     where = f"{'near ' if row.is_near else ''}{row.source}" if row.source else row.op_name
-    return f"{where or row.name} {row.kind}{made_by}"
+    carried_out = f" ({row.transfer})" if row.transfer else ""
+    return f"{where or row.name} {row.kind}{carried_out}{made_by}"
 
 
 def _unknown_sites(unknown: Iterable[tuple[Row, str]]) -> Iterator[Blame]:

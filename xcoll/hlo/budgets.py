@@ -73,7 +73,8 @@ def read_budget(source: str | os.PathLike[str] | Mapping[str, Any] | Budget) -> 
 
         [wire_bytes]          # that the busiest device sends over a mesh axis
         data = "64MiB"        # or 67108864
-        [count]               # collective operations in the program, however often each runs
+        [count]               # collective operations in the program, however often each runs;
+                              # a send between TPU slices also counts as what it carries out
         all-gather = 4
         total = 10
         [time]
@@ -109,6 +110,8 @@ def read_budget(source: str | os.PathLike[str] | Mapping[str, Any] | Budget) -> 
             tables = tomllib.load(file)
         except ValueError as err:  # of TOML, or of UTF-8
             raise ValueError(f"{name}: no TOML: {err}") from err
+        except RecursionError:
+            raise ValueError(f"{name}: no TOML: it is nested too deeply") from None
     return _budget(name, tables)
 
 

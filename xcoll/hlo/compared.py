@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xcoll.hlo.promised import Given, Promise
 from xcoll.hlo.rows import Row
+from xcoll.hlo.text import num_bytes
 
 EQUAL = "equal"
 COMBINED = "combined by XLA"
@@ -157,3 +159,17 @@ def total(items: Iterable[Item]) -> int:
 def total_bytes(items: Iterable[Item]) -> int:
     """Returns the operand bytes of all of them."""
     return sum(item.num_bytes * item.count for item in items)
+
+
+def runs_of(items: Sequence[Item]) -> Counter[int]:
+    """Returns how many operations run so often."""
+    runs: Counter[int] = Counter()
+    for item in items:
+        number = 1 if item.promise is None else item.promise.written
+        runs[item.count // number] += number
+    return runs
+
+
+def operands_of(item: Item) -> list[int]:
+    """Returns the bytes of each operand of a row; of a promise nothing."""
+    return [] if item.row is None else [num_bytes(*operand) for operand in item.row.operands]

@@ -39,12 +39,15 @@ def compare(before: Audit, after: Audit) -> Comparison:
 
 
 def _notes(before: Audit, after: Audit) -> Iterator[str]:
-    if list(before.axis_sizes.items()) != list(after.axis_sizes.items()):
+    same_mesh = list(before.axis_sizes.items()) == list(after.axis_sizes.items())
+    if not same_mesh:
         meshes = (_mesh(audit.axis_sizes) for audit in (before, after))
         yield "the meshes differ: {}, then {}; bytes are those of one device".format(*meshes)
-    if before.topology != after.topology:
-        names = (audit.topology.splitlines()[0] for audit in (before, after))
-        yield "the topologies differ: {}, then {}; times differ with them".format(*names)
+    first, second = (audit.topology.splitlines()[0] for audit in (before, after))
+    if first != second:
+        yield f"the topologies differ: {first}, then {second}; times differ with them"
+    elif same_mesh and before.topology != after.topology:
+        yield f"the axes lie on other links of {first}; times differ with them"
     # Its first word says how; the others have figures of the program.
     if before.compute_source.split()[:1] != after.compute_source.split()[:1]:
         yield (f"compute times come from {before.compute_source}, then from {after.compute_source}")

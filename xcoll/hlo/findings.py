@@ -112,6 +112,11 @@ class Findings:
                 raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
             fields = {k: v for k, v in data.items() if k not in ("version", "totals")}
             made: Self = records.read(cls, fields, "audit")
+            if not made.topology.strip():
+                raise ValueError("audit.topology: a name is expected, not an empty text")
+            if made.wire_bytes.keys() != made.axis_sizes.keys():
+                axes = ", ".join(made.axis_sizes)
+                raise ValueError(f"audit.wire_bytes: bytes over each axis are expected: {axes}")
         except (ValueError, TypeError) as err:
             raise ValueError(f"Audit.from_json: not an audit written by to_json: {err}") from err
         except RecursionError:

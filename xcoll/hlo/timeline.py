@@ -24,8 +24,8 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
     time is longer than what the computation beside it hides, the device waits for the rest at its
     done. The first
     iteration of a loop is drawn whole, the others as one event. Of a conditional, the branch that
-    takes longest is drawn, while `Audit.step_s` counts all of them: without conditionals, the last
-    event ends at `Audit.step_s`.
+    takes longest is drawn, while `Audit.step_s` counts all of them: without conditionals and loops
+    of unknown length, the last event ends at `Audit.step_s`.
 
     Args:
       module: the program.
@@ -57,11 +57,16 @@ def write_timeline(audit: Findings, path: str | os.PathLike[str]) -> None:
     """
     title = f"one device, as predicted: {audit.topology.splitlines()[0]}"
     data = {"traceEvents": list(_trace(audit, title)), "displayTimeUnit": "ns"}
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        target.write_text(json.dumps(data))  # a pipe or a device: there is nothing to replace
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}")  # of the same file system
     try:
         temporary.write_text(json.dumps(data))
         os.replace(temporary, target)
+    except OSError as err:
+        raise OSError(err.errno, err.strerror, os.fspath(path)) from err  # not the temporary's name
     finally:
         temporary.unlink(missing_ok=True)
 

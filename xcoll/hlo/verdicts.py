@@ -31,12 +31,13 @@ from xcoll.hlo.compared import (
     Item,
     Open,
     grouped,
+    operands_of,
+    runs_of,
     total,
     total_bytes,
 )
 from xcoll.hlo.promised import Given, Promise
 from xcoll.hlo.rows import Row
-from xcoll.hlo.text import num_bytes
 
 
 def compared(
@@ -119,12 +120,13 @@ def _nothing(left: Open) -> None:
 
 
 def _added(left: Open) -> None:
-    """What the partitioner has made: by its name, or over axes on which nothing was planned."""
+    """What the partitioner has made: by its name, or nameless over axes that no plan uses."""
     planned = {axis for promise in left.promises for axis in promise.axes}
     found = []
     for item in left.emitted:
         assert item.row is not None
-        is_apart = item.axes is not None and planned.isdisjoint(item.axes)
+        is_nameless = item.row.made_by == "unknown"
+        is_apart = is_nameless and item.axes is not None and planned.isdisjoint(item.axes)
         if item.row.made_by == "partitioner" or (is_apart and left.given.is_partitioned):
             found.append(item)
     left.close([], found, ADDED)
@@ -148,10 +150,16 @@ def _loops(left: Open) -> None:
 
 
 def _carried(left: Open) -> None:
+    def planned_key(item: Item) -> Hashable | None:
+        is_given = left.given.writes(item.kind, item.num_bytes) > 0
+        return (
+            (item.kind, item.axes, 2 * item.num_bytes, item.in_unknown_loop) if is_given else None
+        )
+
     if left.platform == "cpu":
         _pairs(
             left,
-            lambda i: (i.kind, i.axes, 2 * i.num_bytes, i.in_unknown_loop),
+            planned_key,
             lambda i: i.key if i.row and {*i.row.dtypes} <= {"f32", "f16"} else None,
             CARRIED,
         )
@@ -161,8 +169,11 @@ def _undone(left: Open) -> None:
     def planned_key(item: Item) -> Hashable | None:
         return ("all-reduce", *item.key[1:]) if item.kind == "reduce-scatter" else None
 
+    def emitted_key(item: Item) -> Hashable | None:
+        return None if _is_given(left, item, ("all-reduce",)) else item.key
+
     if left.platform == "tpu":
-        _pairs(left, planned_key, lambda item: item.key, UNDONE)
+        _pairs(left, planned_key, emitted_key, UNDONE)
 
 
 def _resized(left: Open) -> None:
@@ -170,13 +181,17 @@ def _resized(left: Open) -> None:
         before, after = total_bytes(p), total_bytes(e)
         if not p or not e:
             continue
-        if before == after and total(e) <= total(p):
+        # An operation made of several has the operands of each; libtpu sends them as one.
+        parts = sum(len(operands_of(item)) * item.count for item in e)
+        is_sent = any(item.row is not None and item.row.transfer for item in e)
+        if before == after and total(e) <= total(p) and (is_sent or total(p) <= parts):
             left.close(p, e, COMBINED)
         elif (
             left.platform == "tpu"
             and total(e) <= total(p)
             # At most, each element becomes a tile of 8 x 128.
             and before < after <= 1024 * before
+            and not any(_is_given(left, item, _SUMS) for item in e)
             and all(_is_tiled(item.row) for item in e if item.row is not None)
         ):
             left.close(p, e, PADDED)
@@ -205,7 +220,7 @@ def _cut(left: Open) -> None:
             math.prod(some) for n in range(len(others) + 1) for some in combinations(others, n)
         }
         planned = sorted(size for item in p for size in [item.num_bytes] * item.count)
-        emitted = sorted(size for item in e for size in _operands(item) * item.count)
+        emitted = sorted(size for item in e for size in operands_of(item) * item.count)
         if len(planned) == len(emitted) and all(
             one and whole % one == 0 and whole // one in parts
             for whole, one in zip(planned, emitted, strict=True)
@@ -214,24 +229,43 @@ def _cut(left: Open) -> None:
 
 
 def _removed(left: Open) -> None:
-    """Operations of which the program given to XLA has as many as planned, and XLA's fewer."""
+    """Operations of which the program given to XLA has as many as planned, and XLA's fewer.
+
+    Those that are left run as often as planned.
+    """
     for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
         planned = grouped(p, lambda item: item.key)
         fewer = all(
-            total(items) <= total(planned.get(key, []))
+            runs_of(items) <= runs_of(planned.get(key, []))
             for key, items in grouped(e, lambda item: item.key).items()
         )
         if p and fewer and all(_is_written(left, item.kind, item.num_bytes) for item in p):
             left.close(p, e, REMOVED)
 
 
+_SUMS = ("all-reduce", "reduce-scatter")
+
+
+def _is_given(left: Open, item: Item, alike: Sequence[str]) -> bool:
+    """Whether the program given to XLA has more of this size than are planned.
+
+    Then the size is no work of the compiler's.
+
+    Args:
+      left: all that is compared.
+      item: what was emitted.
+      alike: kinds that count as one.
+    """
+    kinds = alike if item.kind in alike else (item.kind,)
+    planned = [
+        p.written for p in left.promises if p.kind in kinds and p.num_bytes == item.num_bytes
+    ]
+    return sum(left.given.writes(kind, item.num_bytes) for kind in kinds) > sum(planned)
+
+
 def _is_written(left: Open, kind: str, num_bytes: int) -> bool:
     alike = [p.written for p in left.promises if (p.kind, p.num_bytes) == (kind, num_bytes)]
     return left.given.writes(kind, num_bytes) == sum(alike)
-
-
-def _operands(item: Item) -> list[int]:
-    return [] if item.row is None else [num_bytes(*operand) for operand in item.row.operands]
 
 
 def _is_tiled(row: Row) -> bool:

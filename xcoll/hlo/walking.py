@@ -198,14 +198,20 @@ class Walk:
             self.clock = Clock(now_s=before.now_s, computed_s=before.computed_s)
             self._computation(self._module.computations[name])
             self.clock.flush()
-            if longest is None or self.clock.now_s > longest.now_s:
+            if longest is None or _extent(self.clock) > _extent(longest):
                 longest = self.clock
         assert longest is not None
-        self.clock = longest
+        # The callers hold the clock: it stays the same.
+        self.clock, start_s = before, before.now_s
+        before.events += longest.events
+        before.now_s, before.computed_s = longest.now_s, longest.computed_s
         note = "the branch that takes longest"
-        taken_s = longest.now_s - before.now_s
-        longest.add(LOOPS, i.name, before.now_s, taken_s, None, note)
-        longest.events = before.events + longest.events
+        before.add(LOOPS, i.name, start_s, before.now_s - start_s, None, note)
+
+
+def _extent(clock: Clock) -> tuple[float, int]:
+    """Orders branches: where times are not known, the one with the most to draw is the longest."""
+    return clock.now_s, len(clock.events)
 
 
 def track_of(row: Row) -> str:

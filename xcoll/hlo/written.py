@@ -117,7 +117,9 @@ def _written(op: Any) -> Written:
 
 
 def _bytes(tensor: Any) -> int:
-    bits = 8 if str(tensor.element_type) == "i1" else int(_BITS.search(str(tensor.element_type))[1])  # type: ignore[index]
+    element = str(tensor.element_type)
+    bits = 8 if element == "i1" else int(_BITS.search(element)[1])  # type: ignore[index]
+    bits *= 2 if element.startswith("complex") else 1
     for size in tensor.shape:
         bits *= size
     return -(-bits // 8)
