@@ -117,10 +117,11 @@ def test_bad_topologies_say_what_is_wrong(topology, shape, message):
         aot.mesh(topology, shape, ("a", "b")[: len(shape)])
 
 
+# Devices that no other test has made: they are made once a process.
 @pytest.mark.parametrize(
     ("topology", "module", "package"),
     [
-        ("v5e:2x4", "libtpu", "libtpu"),
+        ("v5e:2x32", "libtpu", "libtpu"),
         ("h100:5", "jax_plugins.xla_cuda13", "jax-cuda13-plugin"),
     ],
 )
