@@ -9,9 +9,9 @@ import pytest
 ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
-    ("errors", "units", "_compat"),
-    ("names", "memory", "codecs", "permits", "policy", "topology", "hardware"),
-    ("schedule", "proof", "records", "plan", "ranks"),
+    ("errors", "units", "printing", "_compat"),
+    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware"),
+    ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
         "libtpu",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ import jax
 from xcoll.deviation import deviation
 from xcoll.policy import Policy
 from xcoll.primitives import Region, bind
+from xcoll.printing import as_text, plain_table
 from xcoll.recording import Recorded, Recorder, Sample, recording
 from xcoll.report import Report, Site
 from xcoll.topology import Topology
@@ -57,13 +57,9 @@ class Measurement(tuple[Measured, ...]):
         return json.dumps([asdict(row) for row in self], indent=1)
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        table = Table(
-            title="xcoll: errors", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-        )
+        table = plain_table("xcoll: errors")
         for name in ("collective", "over", "dtype", "plan"):
             table.add_column(name, overflow="fold")
         for name in ("bound", "measured"):
@@ -77,11 +73,7 @@ class Measurement(tuple[Measured, ...]):
         return Group(table, *(f"not measured: {reason}" for reason in reasons))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        Console(file=out, width=100).print(self)
-        return out.getvalue().rstrip()
+        return as_text(self, least_width=100)
 
 
 def measure_error(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from xcoll.hardware.links import Level
+from xcoll.printing import as_text, plain_table
 from xcoll.topology import Topology
 from xcoll.units import readable_bytes, readable_rate, readable_time
 
@@ -106,17 +106,9 @@ class MeshReport:
         )
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        table = Table(
-            title=f"xcoll: mesh on {self.topology.name}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-        )
+        table = plain_table(f"xcoll: mesh on {self.topology.name}")
         for name, justify in _COLUMNS:
             table.add_column(name, justify=justify, overflow="fold")
         for axis in self.axes:
@@ -139,11 +131,7 @@ class MeshReport:
         yield text
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        Console(file=out, width=120).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+        return as_text(self, least_width=120)
 
 
 def _bandwidth(levels: tuple[Level, ...]) -> int | None:

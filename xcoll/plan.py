@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from xcoll import records
 from xcoll.codecs import Codec
@@ -226,18 +227,14 @@ class Plan:
           ValueError: the text is not such a plan: no JSON, another version, a field that is
             missing, unknown, or has a wrong value.
         """
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
-                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
-            del data["version"]
+
+        def make(data: dict[str, Any]) -> Plan:
             made: Plan = records.read(cls, data, "plan")
             _check(made)
-        except (ValueError, TypeError) as err:
-            raise ValueError(f"Plan.from_json: not a plan written by to_json: {err}") from err
-        except RecursionError:
-            raise ValueError("Plan.from_json: the text is nested too deeply") from None
-        return made
+            return made
+
+        what = "a plan written by to_json"
+        return records.decode("Plan.from_json", what, text, _JSON_VERSION, make)
 
 
 def _check(plan: Plan) -> None:

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 from xcoll import codecs
 from xcoll.codecs import Codec
 from xcoll.errors import unknown
+
+
+def decode[T](
+    call: str, what: str, text: str, version: int, make: Callable[[dict[str, Any]], T]
+) -> T:
+    """Returns what JSON text holds: an object that says its version.
+
+    Args:
+      call: the public function, for the message.
+      what: what is expected, for the message.
+      text: the JSON.
+      version: the one that ``make`` reads.
+      make: makes it of the other fields; raises TypeError or ValueError where they are wrong.
+
+    Raises:
+      ValueError: no JSON, no object, another version, or what ``make`` said.
+    """
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("version", None) != version:
+            raise ValueError(f"an object with 'version': {version} is expected")
+        return make(data)
+    except (ValueError, TypeError) as err:
+        raise ValueError(f"{call}: not {what}: {err}") from err
+    except RecursionError:
+        raise ValueError(f"{call}: the text is nested too deeply") from None
 
 
 def read(kind: Any, value: Any, where: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from xcoll.plan import EXACT, Plan
+from xcoll.printing import as_text, plain_table
 from xcoll.traffic import Sent, busiest
 from xcoll.units import readable_bytes, readable_time
 
@@ -159,20 +159,11 @@ class Report:
         )
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
         if not self.sites:
             return _NO_SITES
-        table = Table(
-            title=f"xcoll: {self.summary()}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, 0),
-        )
+        table = plain_table(f"xcoll: {self.summary()}", padding=(0, 0))
         for name, justify, width in _COLUMNS:
             table.add_column(
                 name, justify=justify, no_wrap=width is None, min_width=width, overflow="fold"
@@ -230,12 +221,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        width = max(80, _terminal_width())
-        Console(file=out, width=width).print(self)
-        return out.getvalue().rstrip()
+        return as_text(self)
 
 
 _COLUMNS: tuple[tuple[str, Literal["left", "right"], int | None], ...] = (
@@ -282,9 +268,3 @@ def _times(plan: Plan | None) -> tuple[str, ...]:
         return ("-",)
     times = (plan.predicted_time_ps, plan.native_time_ps)
     return tuple(dict.fromkeys(map(readable_time, times)))
-
-
-def _terminal_width() -> int:
-    import shutil
-
-    return shutil.get_terminal_size((120, 40)).columns

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xcoll.hardware.fields import axis_sizes, many, word
 from xcoll.hardware.links import AxisLinks as AxisLinks
@@ -18,6 +18,7 @@ from xcoll.hardware.links import Link as Link
 from xcoll.hardware.mesh import read_mesh
 from xcoll.hardware.stored import read_axes, read_device, read_fields
 from xcoll.hardware.text import read
+from xcoll.records import decode
 from xcoll.units import readable_rate, readable_time
 
 _JSON_VERSION = 1
@@ -234,18 +235,14 @@ class Topology:
           ValueError: the text is not such a topology: no JSON, another version, a field that is
             missing, unknown, or has a wrong value.
         """
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
-                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
-            values = read_fields(cls, {k: v for k, v in data.items() if k != "version"})
+
+        def make(data: dict[str, Any]) -> Topology:
+            values = read_fields(cls, data)
             values["axes"] = read_axes(values["axes"])
             values["device"] = read_device(values.get("device"))
             return cls(**values)
-        except (ValueError, TypeError) as err:
-            raise ValueError(f"Topology.from_json: not a topology by to_json: {err}") from err
-        except RecursionError:
-            raise ValueError("Topology.from_json: the text is nested too deeply") from None
+
+        return decode("Topology.from_json", "a topology by to_json", text, _JSON_VERSION, make)
 
     def __hash__(self) -> int:
         # Topologies are keys of caches, and this hash is computed once.

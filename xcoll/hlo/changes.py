@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from xcoll.printing import as_text, plain_table
 from xcoll.units import readable_bytes, readable_time
 
 
@@ -115,24 +115,11 @@ class Comparison:
         return Group(*self.notes, _totals(self), "", *_sites(self))
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        Console(file=out, width=120).print(self, highlight=False, markup=False)
-        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
-
-
-def _table(title: str) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    return Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
-    )
+        return as_text(self, least_width=120)
 
 
 def _totals(comparison: Comparison) -> Any:
-    table = _table("xcoll: one execution of the program, on one device")
+    table = plain_table("xcoll: one execution of the program, on one device")
     table.add_column("", overflow="fold")
     for heading in ("before", "after", "difference"):
         table.add_column(heading, justify="right", overflow="fold")
@@ -171,7 +158,7 @@ def _amount(table: str, amount: int | float | None) -> str:
 def _sites(comparison: Comparison) -> Iterator[Any]:
     changes = [site for site in comparison.sites if site.what != "same"]
     if changes:
-        table = _table("xcoll: collectives that changed, by site")
+        table = plain_table("xcoll: collectives that changed, by site")
         for heading in ("", "collective", "over", "number", "runs", "sent", "waits", "from"):
             table.add_column(heading, overflow="fold")
         for change in changes:

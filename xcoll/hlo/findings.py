@@ -106,22 +106,20 @@ class Findings:
           ValueError: the text is not such an audit: no JSON, another version, a field that is
             missing, unknown, or has a wrong value.
         """
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or data.get("version") != _JSON_VERSION:
-                raise ValueError(f"an object with 'version': {_JSON_VERSION} is expected")
-            fields = {k: v for k, v in data.items() if k not in ("version", "totals")}
-            made: Self = records.read(cls, fields, "audit")
+
+        def make(data: dict[str, Any]) -> Any:
+            data.pop("totals", None)
+            made = records.read(cls, data, "audit")
             if not made.topology.strip():
                 raise ValueError("audit.topology: a name is expected, not an empty text")
             if made.wire_bytes.keys() != made.axis_sizes.keys():
                 axes = ", ".join(made.axis_sizes)
                 raise ValueError(f"audit.wire_bytes: bytes over each axis are expected: {axes}")
-        except (ValueError, TypeError) as err:
-            raise ValueError(f"Audit.from_json: not an audit written by to_json: {err}") from err
-        except RecursionError:
-            raise ValueError("Audit.from_json: the text is nested too deeply") from None
-        return made
+            return made
+
+        what = "an audit written by to_json"
+        found: Self = records.decode("Audit.from_json", what, text, _JSON_VERSION, make)
+        return found
 
 
 def _total(times: Any) -> float | None:

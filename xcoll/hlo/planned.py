@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +25,7 @@ from xcoll.hlo.promised import Given, promises
 from xcoll.hlo.result import Audit
 from xcoll.hlo.verdicts import compared
 from xcoll.policy import Policy
+from xcoll.printing import as_text, plain_table
 from xcoll.report import Report
 from xcoll.topology import Topology
 from xcoll.transform import Optimized, checked, flattened
@@ -97,18 +96,9 @@ class PlanCheck:
         )
 
     def __rich__(self) -> Any:
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        table = Table(
-            title=f"xcoll: planned against emitted: {self._summary()}",
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
+        table = plain_table(f"xcoll: planned against emitted: {self._summary()}")
         for name in ("operation", "over"):
             table.add_column(name, no_wrap=True)
         for name in ("bytes", "planned", "emitted"):
@@ -137,12 +127,7 @@ class PlanCheck:
         return "different, and explained" if self.is_explained else "different, NOT all explained"
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        out = io.StringIO()
-        width = max(100, shutil.get_terminal_size((100, 40)).columns)
-        Console(file=out, width=width).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+        return as_text(self, least_width=100)
 
 
 def check_plan(
