@@ -166,7 +166,7 @@ def _totals(audit: Findings) -> Iterator[str]:
     if hosts := sum(map(_is_host, audit.rows)):
         yield f"{hosts} to or from the host: how long they take is not predicted"
     if branches := sum(row.conditional for row in audit.rows):
-        yield f"{branches} run only if a branch is taken: totals count all branches"
+        yield f"{branches} run only if a branch is taken: communication counts all branches"
     unknown = sum(row.executions is None for row in audit.rows)
     if unknown:
         yield (
