@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from xcoll.hlo.findings import Findings
-from xcoll.hlo.show import show, text
+from xcoll.hlo.show import show
 from xcoll.hlo.timeline import write_timeline
+from xcoll.printing import as_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,8 @@ class Audit(Findings):
         """
         write_timeline(self, path)
 
-    def __rich__(self) -> Any:
-        return show(self)
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield show(self, options.max_width)
 
     def __str__(self) -> str:
-        return text(self)
+        return as_text(self, least_width=100)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from xcoll.hlo.findings import Findings
 from xcoll.hlo.rows import Row
+from xcoll.printing import plain_table
 from xcoll.units import readable_bytes, readable_time
 
 _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
@@ -33,20 +30,29 @@ _WIDEST = 24  # an argument's name
 _ARGUMENT = re.compile(r"[A-Za-z_]\w*(?:[.\[].*)?")
 
 
-def show(audit: Findings) -> Any:
-    """Returns what rich prints for an audit: rows alike are one, the costliest first."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for name, justify in _COLUMNS:
+_NARROW = 100
+"""Columns of a terminal under which who made a collective stands below its name."""
+
+
+def show(audit: Findings, width: int) -> Any:
+    """Returns what rich prints for an audit: rows alike are one, the costliest first.
+
+    Args:
+      audit: what was found.
+      width: columns of the terminal.
+    """
+    table = plain_table(padding=(0, 1, 0, 0))
+    is_narrow = width < _NARROW
+    for name, justify in _COLUMNS[:-1] if is_narrow else _COLUMNS:
         # Names of axes, arguments and files may be long: their columns give way to the others.
         is_named = name in ("sent over", "made by,\nfor")
         table.add_column(name, justify=justify, no_wrap=not is_named, overflow="fold")
     for rows in _alike(audit):
-        table.add_row(*_cells(rows))
+        name, *cells, maker = _cells(rows)
+        if is_narrow:
+            table.add_row(f"{name}\n  {maker.replace(chr(10), chr(10) + '  ')}", *cells)
+        else:
+            table.add_row(name, *cells, maker)
     # The summary is no title of the table: that would break it at the table's width.
     parts: list[Any] = [Text(f"xcoll: {_summary(audit)}")]
     parts += ["", table, ""] if audit.rows else [""]
@@ -58,15 +64,6 @@ def show(audit: Findings) -> Any:
         parts.append(Text(f"{advice.kind}{saves}:", style="bold"))
         parts.append(Padding(Text(advice.text), (0, 0, 0, 2)))
     return Group(*parts)
-
-
-def text(audit: Findings) -> str:
-    """Returns the same as plain text, for a terminal of at least 100 columns."""
-    out = io.StringIO()
-    Console(file=out, width=max(100, shutil.get_terminal_size((100, 40)).columns)).print(
-        show(audit)
-    )
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
 
 
 def _summary(audit: Findings) -> str:
