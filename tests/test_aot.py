@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xcoll import aot, hlo
+from xcoll import aot, hlo, targets
 from xcoll.hardware.tables import kind_of_device
 from xcoll.memory import Memory, memory_of
 from xcoll.topology import Topology
@@ -261,7 +261,7 @@ def test_a_second_process_that_the_user_forbids_is_explained(monkeypatch):
         )
 
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
-    monkeypatch.setattr(aot.topologies, "get_topology_desc", locked)
+    monkeypatch.setattr(targets.topologies, "get_topology_desc", locked)
     with pytest.raises(RuntimeError, match="LOAD='0' forbids a second; leave the variable unset"):
         aot.mesh("v5p:2x2x9", (4,), ("a",))
 
@@ -322,6 +322,6 @@ def test_a_plug_in_that_did_not_start_says_what_to_set(monkeypatch):
     def fail(*args):
         raise NotImplementedError("topology not implemented for cuda")
 
-    monkeypatch.setattr(aot._compat, "compile_only_gpu_devices", fail)
+    monkeypatch.setattr(targets._compat, "compile_only_gpu_devices", fail)
     with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cpu"):
         aot.devices("7*h100:8")  # of no other test: made once a process

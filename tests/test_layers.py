@@ -50,6 +50,7 @@ LAYERS = (
         "axis_shapes",
         "systems",
         "device_order",
+        "targets",
         "aot",
         "mesh_report",
         "mesh_analysis",
