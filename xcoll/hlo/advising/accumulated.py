@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from xcoll.hlo.advising.flow import Flow
 from xcoll.hlo.advising.requests import operation
 from xcoll.hlo.advising.sources import leaves
-from xcoll.hlo.advising.words import places, seconds
+from xcoll.hlo.advising.words import named, places, seconds
 from xcoll.hlo.loops import trip_count
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Instruction
@@ -34,7 +34,7 @@ def accumulated_sums(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
         yield Advice(
             kind="sum-in-loop",
             text=(
-                f"A loop sums over {found[0].axes} {how_often} what it only adds up"
+                f"A loop sums over {named(found[0].axes)} {how_often} what it only adds up"
                 f"{places(found)}: let each device add up its own, and sum once after the loop"
                 " (in a jax.shard_map, where the carry may differ from device to device:"
                 " jax.lax.pcast(..., to='varying'))."

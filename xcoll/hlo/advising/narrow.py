@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from xcoll.hlo.advising.flow import MOVES, Flow
-from xcoll.hlo.advising.words import places
+from xcoll.hlo.advising.words import named, places
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Instruction, shapes
 
@@ -15,17 +15,17 @@ _HANDED_ON = MOVES - {"convert", "tuple"} | {"all-gather"}
 
 
 def late_casts(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
-    """Yields one advice for each line that sums a narrow type and only then casts.
+    """Yields one advice for all lines that sum a narrow type over the same axes, and then cast.
 
     A cast counts where the program has it: compilers put in casts of their own, and XLA:CPU carries
     bfloat16 as float32, which is told from the name of the sum's own computation.
     """
-    late: dict[tuple[str, tuple[str, ...] | None, str | None, str], list[Row]] = {}
+    late: dict[tuple[str, tuple[str, ...] | None, str], list[Row]] = {}
     for row in rows:
         narrow = _cast_late(flow, row) if row.kind in _SUMS else None
         if narrow is not None:
-            late.setdefault((narrow, row.axes, row.source, row.made_by), []).append(row)
-    for (dtype, axes, _, made_by), found in late.items():
+            late.setdefault((narrow, row.axes, row.made_by), []).append(row)
+    for (dtype, axes, made_by), found in late.items():
         instead = (
             "Cast before the sum; or, to keep the bytes, sum with"
             " xcoll.Policy(accumulate='float32'), which rounds once."
@@ -36,12 +36,12 @@ def late_casts(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
                 " dtype=jnp.float32 of a sum; gradients that are to have the dtype of float32"
                 " weights, xcoll.gradients.value_and_grad casts before it sums."
             )
-        over = f" over {axes}" if axes else ""
+        over = f" over {named(axes)}" if axes else ""
         yield Advice(
             kind="late-cast",
             text=(
-                f"A sum{over} of {dtype}{places(found)} is cast to float32 afterwards, in all its"
-                f" uses, when it has been rounded already. {instead}"
+                f"Sums{over} of {dtype}{places(found)} are cast to float32 afterwards, in all their"
+                f" uses, when they have been rounded already. {instead}"
             ),
             rows=tuple(row.name for row in found),
             saves_s=None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xcoll.candidates import GAIN_PERCENT
 from xcoll.hlo.advising.requests import request_of
-from xcoll.hlo.advising.words import places
+from xcoll.hlo.advising.words import named, places
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Module
 from xcoll.plan import Plan, Request
@@ -127,13 +127,13 @@ def _advice(group: _Group, found: Sequence[_Better]) -> Advice:
     if group.by_partitioner:
         how = (
             "the partitioner made it, where xcoll.optimize does not reach: write it in a"
-            f" jax.shard_map over {group.axes}, or, for gradients, take"
+            f" jax.shard_map over {named(group.axes)}, or, for gradients, take"
             f" xcoll.gradients.value_and_grad; then {how}"
         )
     return Advice(
         kind="codec" if codec else "hierarchy",
         text=(
-            f"{len(rows)} x {group.collective} of {group.dtype} over {group.axes}, crossing"
+            f"{len(rows)} x {group.collective} of {group.dtype} over {named(group.axes)}, crossing"
             f" {group.link}{places(rows)}: predicted {before}, and {after} by the plan"
             f" {best.name}. {terms} How: {how}."
         ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from xcoll.hlo.advising.flow import RESULT, Flow
 from xcoll.hlo.advising.sources import argument, is_by_device
-from xcoll.hlo.advising.words import places
+from xcoll.hlo.advising.words import named, places
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.rows import Advice, Row
 
@@ -33,7 +33,7 @@ def reshardings(
         if row.kind == "all-gather" and _is_cut(flow, row.computation, row.name):
             yield _advice(
                 [row],
-                f"A value is gathered over {row.axes} only for each device to cut out a part"
+                f"A value is gathered over {named(row.axes)} only for each device to cut out a part"
                 f"{places([row])}, since the partitioner does not know a direct way between the two"
                 " shardings (XLA calls it involuntary full rematerialization): put a constraint in"
                 " between that is a step to both, such as the old sharding with the dimension to be"
@@ -97,8 +97,8 @@ def _moved(
         times = [r.exposed_s for r in (row, other) if r.exposed_s is not None]
         yield _advice(
             [row, other],
-            f"A value is resharded twice over {row.axes}{places([row, other])}, and between the"
-            " two only worked on element by element, as in any sharding: leave out the constraint"
+            f"A value is resharded twice over {named(row.axes)}{places([row, other])}, and between"
+            " the two only worked on element by element, as in any sharding: leave out the constraint"
             " between them, and one or both of the two are not needed.",
             min(times) if len(times) == 2 else None,
         )

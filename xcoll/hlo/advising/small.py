@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from xcoll.hlo.advising.requests import operation, request_of
-from xcoll.hlo.advising.words import places, seconds
+from xcoll.hlo.advising.words import named, places, seconds
 from xcoll.hlo.reader import Collective
 from xcoll.hlo.rows import Advice, Row
 from xcoll.hlo.text import Computation, Module
@@ -77,8 +77,8 @@ def _advice(
     return Advice(
         kind="small-reductions",
         text=(
-            f"{len(rows)} small reductions over {rows[0].axes}, {total} in all, none of which"
-            f" waits for another{places(rows)}.{times} Reduce them as one array"
+            f"{len(rows)} small reductions over {named(rows[0].axes)}, {total} in all, none of"
+            f" which waits for another{places(rows)}.{times} Reduce them as one array"
             " (jax.flatten_util.ravel_pytree before jax.lax.psum)."
         ),
         rows=tuple(row.name for row in rows),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 from xcoll.hlo.rows import Row
@@ -21,9 +22,18 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(found[:_MOST]) + more
 
 
+def named(axes: Sequence[str] | None) -> str:
+    """Returns mesh axes in words.
+
+    >>> named(("data", "model")), named(None)
+    ('data, model', 'axes that could not be read')
+    """
+    return "axes that could not be read" if axes is None else ", ".join(axes)
+
+
 def places(rows: Sequence[Row]) -> str:
     """Returns the lines of rows in brackets, after a space; empty where none is known."""
-    found = listed(row.source for row in rows if row.source is not None)
+    found = listed(os.path.basename(row.source) for row in rows if row.source is not None)
     return f" ({found})" if found else ""
 
 
