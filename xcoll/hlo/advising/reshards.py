@@ -98,8 +98,8 @@ def _moved(
         yield _advice(
             [row, other],
             f"A value is resharded twice over {named(row.axes)}{places([row, other])}, and between"
-            " the two only worked on element by element, as in any sharding: leave out the constraint"
-            " between them, and one or both of the two are not needed.",
+            " the two only worked on element by element, as in any sharding: leave out the"
+            " constraint between them, and one or both of the two are not needed.",
             min(times) if len(times) == 2 else None,
         )
 
