@@ -59,7 +59,7 @@ class Instruction:
     def op_name(self) -> str:
         """The path of JAX's name stack, with `jax.named_scope`; empty where there is none."""
         found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        return found[1].replace("\\'", "'").replace('\\"', '"') if found else ""
 
     def calls(self) -> list[tuple[str, str]]:
         """Returns the computations it names, as ``(attribute, computation)``."""
