@@ -198,6 +198,18 @@ def test_sites_are_blamed_by_what_they_add():
     ]
 
 
+def test_files_below_the_current_directory_are_named_from_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    audited = audit(
+        row("a", source=f"{tmp_path}/models/mlp.py:3"), row("b", source=f"{tmp_path}2/mlp.py:3")
+    )
+    (breach,) = held(audited, {"count": {"total": 0}})
+    assert breach.splitlines()[1:] == [
+        "    1 (50%): models/mlp.py:3 all-reduce, made by user",
+        f"    1 (50%): {tmp_path}2/mlp.py:3 all-reduce, made by user",
+    ]
+
+
 def test_the_first_five_sites_and_how_many_more():
     rows = [row(f"r{i}", source=f"step.py:{i}") for i in range(7)]
     (breach,) = held(audit(*rows), {"count": {"all-reduce": 6}})

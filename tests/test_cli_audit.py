@@ -126,6 +126,7 @@ def test_table(capsys, program):
     assert code == 0
     assert "all-reduce" in out and "7 KiB" in out and f"steps.py:{PSUM_LINE}" in out
     assert "printed" not in out
+    assert all(line == line.rstrip() for line in out.splitlines()), "no blanks fill the lines"
 
 
 def test_hardware_that_is_not_there(capsys, program):

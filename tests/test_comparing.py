@@ -101,6 +101,16 @@ def test_a_scope_with_another_name_on_the_same_line():
     ]
 
 
+def test_what_one_line_does_twice_is_told_apart_by_name():
+    # Forwards and backwards, say.
+    def both(sent):
+        return [row(n, source="s.py:5", op_name=n, wire_bytes={"data": sent}) for n in ("fw", "bw")]
+
+    once = row("c", source="s.py:9", op_name="alone", wire_bytes={"data": 4})
+    found = str(compare(audit(*both(1)), audit(*both(2), once)))
+    assert [name in found for name in ("fw", "bw", "alone")] == [True, True, False]
+
+
 def test_rows_without_line_and_name_are_matched_with_each_other():
     nameless = {"source": None, "op_name": ""}
     assert changes([row("a", **nameless)], [row("z", **nameless), row("b")]) == [

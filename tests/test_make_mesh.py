@@ -430,6 +430,7 @@ def test_a_worse_order_costs_what_the_report_says():
     assert bad.time_ps == bad.worst_time_ps == good.worst_time_ps
     assert bad.best_time_ps == good.time_ps
     assert "xcoll.make_mesh(" in str(bad) and "finds none better" in str(good)
+    assert "this is the worst" in str(bad) and "this is the worst" not in str(good)
 
 
 def test_a_report_of_rings_by_hand():

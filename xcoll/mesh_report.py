@@ -128,6 +128,8 @@ class MeshReport:
             text += ", and xcoll.make_mesh finds none better"
         if worst is not None and worst > self.time_ps:
             text += f"; {readable_time(worst)} in the worst, {worst / self.time_ps:.1f} x as long"
+        elif best is not None and best < self.time_ps:
+            text += "; this is the worst"
         yield text
 
     def __str__(self) -> str:

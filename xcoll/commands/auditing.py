@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from xcoll.commands import hardware, programs
-from xcoll.commands.usage import UsageError, read_axes, say, wide_console
+from xcoll.commands.usage import UsageError, read_axes, say, show
 from xcoll.hlo.auditing import audit
 from xcoll.hlo.budget_checks import breaches
 from xcoll.hlo.budgets import Budget, read_budget
@@ -76,7 +76,7 @@ def _compare(before: str, after: str, *, as_json: bool) -> int:
     if as_json:
         say(compared.to_json())
     else:
-        wide_console().print(compared, highlight=False, markup=False)
+        show(compared)
     return 0
 
 
@@ -111,7 +111,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(audited.to_json())
     else:
-        wide_console().print(audited, highlight=False, markup=False)
+        show(audited)
     return 0 if budget is None else _hold(audited, budget, quiet=arguments.json)
 
 

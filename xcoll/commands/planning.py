@@ -12,9 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Group
 from rich.table import Table
 
-from xcoll.commands.usage import UsageError, read_axes, say, wide_console
+from xcoll.commands.usage import UsageError, read_axes, say, show
 from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
@@ -168,15 +169,7 @@ def _over(text: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def _print(made: Plan, topology: Topology) -> None:
     request = made.request
-    console = wide_console()
-    console.print(str(topology), highlight=False, markup=False)
-    console.print(
-        f"{request.collective} ({request.op}) of {readable_bytes(request.num_bytes)}"
-        f" {request.dtype} over"
-        f" {', '.join(f'{a}={s}' for a, s in zip(request.axes, request.axis_sizes, strict=True))}",
-        highlight=False,
-        markup=False,
-    )
+    sizes = zip(request.axes, request.axis_sizes, strict=True)
     table = Table()
     table.add_column("plan", overflow="fold")
     table.add_column("predicted", justify="right")
@@ -196,18 +189,20 @@ def _print(made: Plan, topology: Topology) -> None:
             reason,
             style="bold" if name.startswith("> ") else None,
         )
-    console.print(table)
+    parts: list[Any] = [
+        str(topology),
+        f"{request.collective} ({request.op}) of {readable_bytes(request.num_bytes)}"
+        f" {request.dtype} over {', '.join(f'{axis}={size}' for axis, size in sizes)}",
+        table,
+    ]
     for stage in made.stages:
         span = stage.span
-        console.print(
+        parts.append(
             f"  {stage.collective} over {span.num_ranks} ranks of {', '.join(span.axes)}"
-            f" (stride {span.stride}): {stage}",
-            highlight=False,
-            markup=False,
+            f" (stride {span.stride}): {stage}"
         )
     if made.is_lossy:
-        console.print(
-            f"  |error| <= {made.max_error:.3g} x sum over ranks of a block's largest magnitude",
-            highlight=False,
-            markup=False,
+        parts.append(
+            f"  |error| <= {made.max_error:.3g} x sum over ranks of a block's largest magnitude"
         )
+    show(Group(*parts))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+from typing import Any
 
 from rich.console import Console
+
+_WIDTH_OF_PIPES = 200
 
 
 class UsageError(Exception):
@@ -39,10 +42,14 @@ def read_axes(option: str, text: str) -> dict[str, int]:
     return axes
 
 
-def wide_console() -> Console:
-    """Returns a console on stdout; rows stay whole for whoever reads the output of a pipe."""
-    made = _Console()
-    return made if made.is_terminal else _Console(width=200)
+def show(renderable: Any) -> None:
+    """Prints what rich renders to stdout; rows stay whole for whoever reads a pipe."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH_OF_PIPES)
+    with console.capture() as shown:
+        console.print(renderable, highlight=False, markup=False)
+    say("\n".join(line.rstrip() for line in shown.get().splitlines()))
 
 
 def say(text: str) -> None:
@@ -50,16 +57,6 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        _no_one_reads()
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        _no_one_reads()
-
-
-def _no_one_reads() -> None:
-    # Python writes what is left at its end, and would fail once more.
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        # Python writes what is left at its end, and would fail once more.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())

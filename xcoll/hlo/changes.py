@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -161,8 +162,13 @@ def _sites(comparison: Comparison) -> Iterator[Any]:
         table = plain_table("xcoll: collectives that changed, by site")
         for heading in ("", "collective", "over", "number", "runs", "sent", "waits", "from"):
             table.add_column(heading, overflow="fold")
-        for change in changes:
-            table.add_row(*_site_row(change))
+        cells = [_site_row(change) for change in changes]
+        number = Counter((cell[1:3], cell[-1]) for cell in cells)
+        for change, cell in zip(changes, cells, strict=True):
+            *others, where = cell
+            if number[cell[1:3], where] > 1 and where != change.op_name:
+                where = f"{where}\n{change.op_name}"  # what a line does, forwards and backwards
+            table.add_row(*others, where.rstrip())
         yield table
     same = len(comparison.sites) - len(changes)
     yield f"{same} site{'' if same == 1 else 's'} with the same collectives"

@@ -18,7 +18,7 @@ class Row:
       name: the instruction's.
       kind: one of `xcoll.hlo.KINDS`.
       dtypes: of the operands, as HLO writes them (``"f32"``), each once.
-      num_bytes: bytes of all operands together, per device.
+      num_bytes: bytes of all operands together, per device; of a recv, what arrives.
       operands: dtype and dimensions of each; several where operations were combined.
       axes: mesh axes it acts over, in the mesh's order; None where that could not be read.
       num_ranks: devices of one group; for permutes, and transfers between TPU slices by pairs,

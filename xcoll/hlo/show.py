@@ -29,7 +29,6 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 _WIDEST = 24  # an argument's name
 _ARGUMENT = re.compile(r"[A-Za-z_]\w*(?:[.\[].*)?")
 
-
 _NARROW = 100
 """Columns of a terminal under which who made a collective stands below its name."""
 
@@ -50,7 +49,7 @@ def show(audit: Findings, width: int) -> Any:
     for rows in _alike(audit):
         name, *cells, maker = _cells(rows)
         if is_narrow:
-            table.add_row(f"{name}\n  {maker.replace(chr(10), chr(10) + '  ')}", *cells)
+            table.add_row("\n  ".join([name, *maker.splitlines()]), *cells)
         else:
             table.add_row(name, *cells, maker)
     # The summary is no title of the table: that would break it at the table's width.

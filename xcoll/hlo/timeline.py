@@ -22,10 +22,9 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
 
     Computation follows the schedule. A collective starts where the schedule starts it; where its
     time is longer than what the computation beside it hides, the device waits for the rest at its
-    done. The first
-    iteration of a loop is drawn whole, the others as one event. Of a conditional, the branch that
-    takes longest is drawn, while `Audit.step_s` counts all of them: without conditionals and loops
-    of unknown length, the last event ends at `Audit.step_s`.
+    done. The first iteration of a loop is drawn whole, the others as one event. Of a conditional,
+    the branch that takes longest is drawn, while `Audit.step_s` counts all of them: without
+    conditionals and loops of unknown length, the last event ends at `Audit.step_s`.
 
     Args:
       module: the program.

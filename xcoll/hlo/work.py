@@ -13,6 +13,7 @@ from xcoll.hlo.products import products
 from xcoll.hlo.reader import KINDS
 from xcoll.hlo.text import Instruction, Module, num_bytes, shapes
 from xcoll.hlo.touched import Touched
+from xcoll.units import readable_time
 
 # Nothing is computed, or what is costs where its result is used (a prefetch runs beside the rest).
 _FREE = (
@@ -205,17 +206,23 @@ def compute_of(
         factor = compute.scale_to(optimal)
         if factor is None or _PLAUSIBLE[0] <= factor <= _PLAUSIBLE[1]:
             compute.source = (
-                f"optimal_seconds of the TPU compiler ({optimal:.3g} s), with loops multiplied and"
+                f"optimal_seconds of the TPU compiler ({_time(optimal)}), with loops multiplied and"
                 " without the memory traffic of collectives and prefetches"
             )
         else:
             why = f"{factor:.2g} times a roofline that counts as it does"
             if optimal <= 0:
                 why = "not positive: the compiler has no estimate of some instructions"
-            compute.source = f"{roofline} (optimal_seconds, {optimal:.3g} s, is {why})"
+            compute.source = f"{roofline} (optimal_seconds, {_time(optimal)}, is {why})"
     if any(number is None for number in counts.values()):
         compute.source += "; loops of unknown trip count counted once"
     return compute
+
+
+def _time(time_s: float) -> str:
+    """Returns an estimate as people read it; one that is no time, as it is."""
+    is_time = 0 <= time_s < math.inf
+    return readable_time(round(time_s * 1e12)) if is_time else f"{time_s:.3g} s"
 
 
 def _is_free(i: Instruction) -> bool:

@@ -32,16 +32,16 @@ def late_casts(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
         )
         if made_by == "partitioner":
             instead = (
-                "Have it made in float32: preferred_element_type=jnp.float32 of a dot product,"
-                " dtype=jnp.float32 of a sum; gradients that are to have the dtype of float32"
-                " weights, xcoll.gradients.value_and_grad casts before it sums."
+                "Have them made in float32: preferred_element_type=jnp.float32 for a dot product,"
+                " dtype=jnp.float32 for a sum. Gradients of float32 weights"
+                " xcoll.gradients.value_and_grad casts before it sums them."
             )
         over = f" over {named(axes)}" if axes else ""
         yield Advice(
             kind="late-cast",
             text=(
-                f"Sums{over} of {dtype}{places(found)} are cast to float32 afterwards, in all their"
-                f" uses, when they have been rounded already. {instead}"
+                f"Sums{over} of {dtype}{places(found)} are cast to float32 in all their uses, when"
+                f" they have been rounded already. {instead}"
             ),
             rows=tuple(row.name for row in found),
             saves_s=None,
