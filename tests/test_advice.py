@@ -605,6 +605,24 @@ def test_what_the_partitioner_made_has_to_be_written_first():
     assert advice.kind == "hierarchy" and "xcoll.gradients.value_and_grad" in advice.text
 
 
+def test_only_sums_may_be_gradients():
+    mesh = mesh_of("cpu", (2, 4), ("host", "device"))
+
+    def step(x, w):  # the whole of x for every column of w
+        return jax.lax.with_sharding_constraint(x, P()) @ w
+
+    with jax.set_mesh(mesh):
+        text = compiled(
+            step,
+            shaped(mesh, (2048, 256), ("host", "device")),
+            shaped(mesh, (256, 8), None, ("host", "device")),
+        )
+    found = on_hosts(text)
+    (advice,) = (advice for advice in found if "all-gather" in advice.text)
+    assert advice.kind == "hierarchy" and "It is exact. How: the partitioner" in advice.text
+    assert "value_and_grad" not in advice.text
+
+
 def test_no_plan_for_what_xcoll_made_or_what_no_slow_link_carries():
     text = summed(policy=Policy(algorithm="hierarchical"))
     assert len(hlo.collectives(text)) > 1

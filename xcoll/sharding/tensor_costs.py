@@ -15,7 +15,7 @@ from xcoll.planner import plan
 from xcoll.policy import Policy
 from xcoll.sharding.problems import Problems
 from xcoll.topology import Level, Topology
-from xcoll.units import readable_bytes, readable_time
+from xcoll.units import readable_bytes, readable_rate, readable_time
 
 BLOCKS = ("heads", "mlp")
 """Logical names that a block of a layer sums over: attention over heads, the MLP over ``mlp``."""
@@ -219,7 +219,7 @@ def _slow_links(axes: Sequence[str], topology: Topology) -> tuple[str, ...]:
     ]
     fastest = max(map(_rate, wires), default=0)
     return tuple(
-        f"{level.link.kind} of {level.size}, {readable_bytes(_rate(level))}/s for each device"
+        f"{level.link.kind} of {level.size}, {readable_rate(_rate(level))} for each device"
         for axis in topology.axes
         if axis.name in axes
         for level in axis.levels

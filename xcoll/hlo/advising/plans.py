@@ -119,16 +119,18 @@ def _advice(group: _Group, found: Sequence[_Better]) -> Advice:
     after = readable_time(sum(better.after_ps for better in found))
     best = max(found, key=lambda better: better.saved_ps).plan
     codec = group.policy.codec is not None
-    how, terms = "xcoll.optimize(step)", "It is exact, but for the order of a sum."
+    sums = group.collective in ("all-reduce", "reduce-scatter")
+    how = "xcoll.optimize(step)"
+    terms = "It is exact, but for the order of a sum." if sums else "It is exact."
     if codec:
         axes = ", ".join(f"{axis!r}: {_CODEC!r}" for _, axis, _ in group.policy.permits)
         how = f"xcoll.optimize(step, policy=xcoll.Policy(codec={{{axes}}}))"
         terms = f"It is lossy: |error| <= {best.max_error:.3g} x sum over ranks of max |block|."
     if group.by_partitioner:
+        gradients = ", or, for gradients, take xcoll.gradients.value_and_grad" if sums else ""
         how = (
             "the partitioner made it, where xcoll.optimize does not reach: write it in a"
-            f" jax.shard_map over {named(group.axes)}, or, for gradients, take"
-            f" xcoll.gradients.value_and_grad; then {how}"
+            f" jax.shard_map over {named(group.axes)}{gradients}; then {how}"
         )
     return Advice(
         kind="codec" if codec else "hierarchy",
