@@ -217,7 +217,8 @@ class Report:
     def summary(self) -> str:
         """Returns one line: how many sites, how many of them rewritten."""
         return (
-            f"{len(self.sites)} collectives, {len(self.rewritten)} rewritten, {len(self.kept)} kept"
+            f"{len(self.sites)} collective{'' if len(self.sites) == 1 else 's'},"
+            f" {len(self.rewritten)} rewritten, {len(self.kept)} kept"
         )
 
     def __str__(self) -> str:

@@ -112,7 +112,7 @@ def explain(
       ...     mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P(),
       ... )
       >>> explain(f, jnp.arange(4.0)).summary()
-      '1 collectives, 0 rewritten, 1 kept'
+      '1 collective, 0 rewritten, 1 kept'
     """
     policy = checked("explain", policy, topology)
     flat, leaves = flattened(fn, args, kwargs)

@@ -121,7 +121,7 @@ def value_and_grad(
       >>> print(value, grads)
       29.0 [24. 34.]
       >>> step.reports[-1].summary()
-      '1 collectives, 0 rewritten, 1 kept'
+      '1 collective, 0 rewritten, 1 kept'
     """
     if not callable(fun):
         raise TypeError(
