@@ -320,6 +320,150 @@ def test_a_reduce_scatter_that_the_tpu_compiler_undoes():
     assert {found.verdict for found in check.by_axis.values()} == {why}
 
 
+GATHERED = "an all-gather, carried out as an all-reduce by the TPU compiler"
+WHOLE_TILES = "padded by the TPU compiler to whole tiles"
+SCATTERED = "planned as an all-reduce: the TPU compiler scatters the shares"
+
+
+def psum_both(x):
+    return lax.psum(x, AXES)
+
+
+# Body, shape of a shard, dtype, and by hand: operation, axes, bytes, planned, emitted, verdict.
+TILES = {
+    # One number of each of four devices: a tile of 128 words of 32 bits is the least.
+    "gather": (lambda x: lax.all_gather(x, "device").sum(0), (1,), "float16", [
+        ("all-gather", ("device",), 2, 1, 0, GATHERED),
+        ("all-reduce", ("device",), 512, 0, 1, GATHERED),
+    ]),
+    # Two halves of 127 * 4 bytes of two hosts, in one array of 2032 bytes: four rows of 128 words.
+    "complex gather": (lambda x: lax.all_gather(x, "host").sum(0), (127,), "complex64", [
+        ("all-gather", ("host",), 508, 2, 0, GATHERED),
+        ("all-reduce", ("host",), 2048, 0, 1, GATHERED),
+        ("recv", ("host",), 2048, 0, 1, "the other end of a send"),
+    ]),
+    # Rows of 100 become 128: 16 of them, four to a word.
+    "bytes": (lambda x: lax.psum(x, "device"), (100, 16), "int8", [
+        ("all-reduce", ("device",), 1600, 1, 0, WHOLE_TILES),
+        ("all-reduce", ("device",), 2048, 0, 1, WHOLE_TILES),
+    ]),
+    # Nothing divides by four: two all-reduces, of 24 rows of 128.
+    "odd": (psum_both, (17, 127), "float32", [
+        ("all-reduce", ("device",), 17 * 127 * 4, 1, 0, WHOLE_TILES),
+        ("all-reduce", ("device",), 24 * 128 * 4, 0, 1, WHOLE_TILES),
+        ("all-reduce", ("host",), 17 * 127 * 4, 1, 0, WHOLE_TILES),
+        ("all-reduce", ("host",), 24 * 128 * 4, 0, 1, WHOLE_TILES),
+        ("recv", ("host",), 24 * 128 * 4, 0, 1, "the other end of a send"),
+    ]),
+    # 75 rows a share become 80, of which three times five are moved back.
+    "rows": (psum_both, (300, 127), "bfloat16", [
+        ("all-gather", ("device",), 75 * 127 * 2, 1, 1, "equal"),
+        ("all-reduce", ("device",), 300 * 127 * 2, 1, 0, SCATTERED),
+        ("all-reduce", ("host",), 75 * 127 * 2, 1, 0, WHOLE_TILES),
+        ("all-reduce", ("host",), 80 * 128 * 2, 0, 1, WHOLE_TILES),
+        ("collective-permute", ("device",), 15 * 127 * 2, 0, 1,
+         "moves padded shares into place (the TPU compiler)"),
+        ("recv", ("host",), 80 * 128 * 2, 0, 1, "the other end of a send"),
+        ("reduce-scatter", ("device",), 320 * 127 * 2, 0, 1, SCATTERED),
+    ]),
+    # 1000 rows of 1024 are 1000 tiles: 250 a share.
+    "tiles": (psum_both, (999, 1001), "float32", [
+        ("all-gather", ("device",), 4 * 250_000, 1, 0, WHOLE_TILES),
+        ("all-gather", ("device",), 4 * 250 * 1024, 0, 1, WHOLE_TILES),
+        ("all-reduce", ("device",), 4 * 999 * 1001, 1, 0, SCATTERED),
+        ("all-reduce", ("host",), 4 * 250_000, 1, 0, WHOLE_TILES),
+        ("all-reduce", ("host",), 4 * 250 * 1024, 0, 1, WHOLE_TILES),
+        ("recv", ("host",), 4 * 250 * 1024, 0, 1, "the other end of a send"),
+        ("reduce-scatter", ("device",), 4 * 1000 * 1024, 0, 1, SCATTERED),
+    ]),
+    # 129 rows a share become 144; 24 rows are moved.
+    "scatter": (lambda x: lax.psum_scatter(jnp.stack([x * i for i in range(4)]), "device"),
+                (129, 100), "float32", [
+        ("all-reduce", ("device",), 4 * 129 * 100 * 4, 1, 0, SCATTERED),
+        ("collective-permute", ("device",), 24 * 100 * 4, 0, 1,
+         "moves padded shares into place (the TPU compiler)"),
+        ("reduce-scatter", ("device",), 4 * 144 * 100 * 4, 0, 1, SCATTERED),
+    ]),
+    # A slot for each of two hosts: 300 numbers of 16 bits become 384, and one row a pair.
+    "slots": (lambda x: lax.psum_scatter(jnp.concatenate([x, 2 * x]), "host", tiled=True),
+              (300,), "float16", [
+        ("recv", ("host",), 384 * 2 * 2, 0, 1, "the other end of a send"),
+        ("reduce-scatter", ("host",), 2 * 300 * 2, 1, 0, WHOLE_TILES),
+        ("reduce-scatter", ("host",), 2 * 384 * 2 * 2, 0, 1, WHOLE_TILES),
+    ]),
+    # Complex numbers go as two arrays.
+    "complex permute": (lambda x: lax.ppermute(x, "device", [(0, 1), (1, 2)]), (129,), "complex64",
+                        [("collective-permute", ("device",), 129 * 4, 2, 2, "equal")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_sizes_in_tiles(name):
+    body, shape, dtype, expected = TILES[name]
+    check = checked(TPU, body, shape, dtype)
+    assert lines(check) == sorted(expected)
+    assert check.is_explained
+    assert_complete(check)
+
+
+# What a report may say wrongly of an all-reduce of 2 * 3 int8 over host and device, all of which
+# libtpu sends in 512 bytes; the plan is an all-reduce over each.
+SMALL = {
+    "less": ("device", dict(operand_bytes=5)),
+    "half": ("host", dict(operand_bytes=3)),
+    "more": ("host", dict(operand_bytes=7)),
+    "twice": ("device", dict(count=2)),
+    "kind": ("device", dict(kind="all-gather")),
+    "scatter": ("device", dict(kind="reduce-scatter")),
+    "axes": ("device", dict(axes=("host",))),
+    "gone": ("host", None),
+}
+
+
+@pytest.mark.parametrize("wrong", SMALL)
+def test_a_wrong_report_is_not_explained_by_tiles(wrong):
+    mesh = mesh_for(TPU)
+    fn = jax.shard_map(psum_both, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    step = jax.jit(xcoll.optimize(fn))
+    sharding = jax.NamedSharding(mesh, P(AXES))
+    lowered = step.lower(jax.ShapeDtypeStruct((16, 3), "int8", sharding=sharding))
+    report, found = step.reports[-1], audit(lowered)
+    assert against(report, found, "tpu", lowered).is_explained
+    axis, change = SMALL[wrong]
+    (site,) = report.sites
+    changed = [
+        dataclasses.replace(o, **(change or {})) if o.axes == (axis,) else o
+        for o in site.plan.operations
+        if o.axes != (axis,) or change is not None
+    ]
+    plan = dataclasses.replace(site.plan, operations=tuple(changed))
+    report = dataclasses.replace(report, sites=(dataclasses.replace(site, plan=plan),))
+    check = against(report, found, "tpu", lowered)
+    assert not check.is_explained
+    assert_complete(check)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_what_xla_cpu_carries_wider_and_merges(dtype):
+    twice = jnp.dtype(dtype).itemsize * 2 * 8 * 3
+    merged, carried = "merged with another, or removed, by XLA", "carried twice as wide by XLA:CPU"
+    # The plan of a sum counts what is carried; a kept permute counts its operand.
+    check = checked(
+        "cpu", lambda x: lax.psum(x, "device") * lax.psum(x + 0, "device"), (8, 3), dtype
+    )
+    assert lines(check) == [("all-reduce", ("device",), twice, 2, 1, merged)]
+
+    def moved(x):
+        return lax.ppermute(x, "device", [(0, 1)])
+
+    check = checked("cpu", lambda x: moved(x) * moved(x), (8, 3), dtype)
+    why = f"{carried}; {merged}"
+    assert lines(check) == [
+        ("collective-permute", ("device",), twice // 2, 2, 0, why),
+        ("collective-permute", ("device",), twice, 0, 1, why),
+    ]
+
+
 @pytest.mark.parametrize("target", [TPU, "h100:8"])
 def test_what_xla_leaves_out_is_explained_by_the_program_it_was_given(target):
     check = checked(target, lambda x: lax.psum(x, "device") + lax.psum(x * x, "device"), (8, 128))

@@ -83,15 +83,15 @@ class Part:
 def parts(
     kind: str,
     digits: tuple[Digit, ...],
-    num_elements: int,
+    shape: tuple[int, ...],
     itemsize: int,
     dtype: str,
-    is_flat: bool,
 ) -> tuple[Part, ...]:
     """Returns what libtpu makes of one collective.
 
     Between slices, an all-reduce is a reduce-scatter inside each, an exchange of the shares and an
-    all-gather inside; an all-gather gathers between the slices first; a reduce-scatter is an
+    all-gather inside, or two all-reduces where the operand is small and no dimension of it divides
+    among the ranks inside; an all-gather gathers between the slices first; a reduce-scatter is an
     all-reduce inside, and scatters the rank's share of it between them. All else stays one
     operation.
 
@@ -102,11 +102,11 @@ def parts(
     Args:
       kind: HLO name.
       digits: the levels its ranks lie on, innermost first.
-      num_elements: of the operand, on each rank.
+      shape: of the operand, on each rank.
       itemsize: bytes of an element.
       dtype: of the operand.
-      is_flat: the operand has one dimension.
     """
+    num_elements = math.prod(shape)
     num_bytes = num_elements * itemsize
     inside = tuple(digit for digit in digits if not between_slices(digit))
     across = tuple(digit for digit in digits if between_slices(digit))
@@ -125,7 +125,10 @@ def parts(
         is_together = max(d.stride for d in across) < min(d.stride for d in inside)
         first = Part(scatter if is_together else "all-reduce", num_bytes, inside)
         return first, Part(kind, share * itemsize, across)
-    if is_flat and share < _TWO_TILES:
+    # A small operand is cut along a dimension only, and only where it has two.
+    dims = [dim for dim in shape if dim > 1]
+    is_cut = len(dims) > 1 and any(dim % size == 0 for dim in dims)
+    if not is_cut and share < _TWO_TILES:
         return Part(kind, num_bytes, inside), Part(kind, num_bytes, across)
     return (
         Part(scatter, num_bytes, inside),

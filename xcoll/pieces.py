@@ -35,9 +35,8 @@ def plain(request: Request, span: Span, topology: Topology | None) -> Iterator[P
     if request.collective in ("broadcast", "gather", "scatter"):
         itemsize, dtype = request.itemsize, "bits"
     for shape in request.shapes:
-        if elements := math.prod(shape):
-            flat = len(shape) < 2
-            yield from _parts(request, span, collective, elements, itemsize, dtype, flat, topology)
+        if math.prod(shape):
+            yield from _parts(request, span, collective, shape, itemsize, dtype, topology)
 
 
 def inside(
@@ -59,26 +58,25 @@ def inside(
       topology: as for `plain`.
     """
     itemsize = _carried(request, collective) if collective in REDUCTIONS else request.itemsize
-    flat = slot_elements % 1024 != 0
     elements = slots * slot_elements
-    return _parts(request, span, collective, elements, itemsize, request.dtype, flat, topology)
+    shape = (elements,) if slot_elements % 1024 else (elements // 128, 128)
+    return _parts(request, span, collective, shape, itemsize, request.dtype, topology)
 
 
 def _parts(
     request: Request,
     span: Span,
     collective: str,
-    num_elements: int,
+    shape: tuple[int, ...],
     itemsize: int,
     dtype: str,
-    is_flat: bool,
     topology: Topology | None,
 ) -> Iterator[Part]:
     if request.platform != "tpu":
-        yield Part(HLO_KIND[collective], num_elements * itemsize)
+        yield Part(HLO_KIND[collective], math.prod(shape) * itemsize)
         return
     digits = () if topology is None else _digits(topology, span)
-    yield from parts(HLO_KIND[collective], digits, num_elements, itemsize, dtype, is_flat)
+    yield from parts(HLO_KIND[collective], digits, shape, itemsize, dtype)
 
 
 def _digits(topology: Topology, span: Span) -> tuple[Digit, ...]:

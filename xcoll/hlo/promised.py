@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xcoll import accounting
 from xcoll.algorithms import native
-from xcoll.hlo.written import WrittenProgram
+from xcoll.hlo.written import Written, WrittenProgram
 from xcoll.pieces import HLO_KIND
 from xcoll.plan import Request, Span, Stage
 from xcoll.report import Report, Site
@@ -109,10 +109,23 @@ class Given:
         """Whether something in it is left to the partitioner."""
         return self._program is not None and not self._program.is_manual
 
-    def writes(self, kind: str, num_bytes: int) -> int:
-        """Returns how many operations of a kind and size its text has; loops count once."""
-        found = [] if self._program is None else self._program.collectives
-        return sum((written.kind, written.num_bytes) == (kind, num_bytes) for written in found)
+    @property
+    def collectives(self) -> list[Written]:
+        """Those that its text has; loops count once."""
+        return [] if self._program is None else self._program.collectives
+
+    def writes(self, kind: str, num_bytes: int, carried_on: str | None = None) -> int:
+        """Returns how many operations of a kind and size its text has; loops count once.
+
+        Args:
+          kind: the operations'.
+          num_bytes: of their operands.
+          carried_on: a platform: the size is what its own collectives carry, or that of the text.
+        """
+        sizes = (
+            {w.num_bytes, w.carried_bytes(carried_on)} for w in self.collectives if w.kind == kind
+        )
+        return sum(num_bytes in found for found in sizes)
 
 
 def _firsts(report: Report) -> Iterator[Site]:
@@ -133,7 +146,10 @@ def _operations(
             yield o.kind, o.axes, o.operand_bytes, o.count
     elif site.collective == "ppermute":
         moved = {axis for axis, ranks in (site.sent or {}).items() if any(ranks)}
-        yield _kind(site), tuple(moved) if site.sent else site.axes, site.num_bytes, 1
+        # A TPU sends complex numbers as two arrays.
+        pieces = 2 if platform == "tpu" and site.dtype.startswith("complex") else 1
+        axes = tuple(moved) if site.sent else site.axes
+        yield _kind(site), axes, site.num_bytes // pieces, pieces
     elif site.collective == "barrier":
         yield _kind(site), site.axes, 4, 1
     elif site.collective not in _COLLECTIVES or site.dtype.startswith("key<"):

@@ -6,9 +6,8 @@ Each rule closes what it can show to be right: what is left over at the end is n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import combinations
-from typing import Any
 
 from xcoll.hlo.compared import (
     ADDED,
@@ -20,12 +19,8 @@ from xcoll.hlo.compared import (
     NOT_EXPLAINED,
     NOTHING,
     OTHER_END,
-    PADDED,
     REMOVED,
-    SHIFTED,
-    SLICED,
     UNCERTAIN,
-    UNDONE,
     UNREAD,
     Compared,
     Item,
@@ -36,8 +31,10 @@ from xcoll.hlo.compared import (
     total,
     total_bytes,
 )
+from xcoll.hlo.derived import TILED
 from xcoll.hlo.promised import Given, Promise
 from xcoll.hlo.rows import Row
+from xcoll.hlo.tpu_verdicts import shifted, sliced, tiled
 
 
 def compared(
@@ -57,16 +54,16 @@ def compared(
     left = Open(planned, rows, platform, given)
     for rule in (
         _nothing,
-        _sliced,
+        sliced,
         _equal,
         _other_ends,
         _added,
         _uncertain,
         _loops,
         _carried,
-        _undone,
+        tiled,
         _resized,
-        _shifted,
+        shifted,
         _cut,
         _removed,
     ):
@@ -74,20 +71,6 @@ def compared(
     left.close([], [item for item in left.emitted if item.axes is None], UNREAD)
     left.close(left.planned, left.emitted, NOT_EXPLAINED)
     return tuple(left.lines)
-
-
-def _sliced(left: Open) -> None:
-    """Permutes on several TPU slices: pairs between slices are sent apart from those inside."""
-    if left.platform != "tpu" or not any(row.transfer for row in left.rows):
-        return
-    for p, e in left.both(lambda item: (item.kind, item.num_bytes, item.in_unknown_loop)):
-        if not p or not e or p[0].kind != "collective-permute" or _alike(p, e):
-            continue
-        axes = {axis for item in p for axis in item.axes or ()}
-        sends = [item for item in e if item.row is not None and item.row.transfer]
-        within = axes == {axis for item in e for axis in item.axes or ()}
-        if within and total(sends) <= total(p) <= total(e):
-            left.close(p, e, SLICED)
 
 
 def _equal(left: Open) -> None:
@@ -127,6 +110,7 @@ def _added(left: Open) -> None:
         assert item.row is not None
         is_nameless = item.row.made_by == "unknown"
         is_apart = is_nameless and item.axes is not None and planned.isdisjoint(item.axes)
+        is_apart = is_apart and not left.given.writes(item.kind, item.num_bytes)
         if item.row.made_by == "partitioner" or (is_apart and left.given.is_partitioned):
             found.append(item)
     left.close([], found, ADDED)
@@ -150,30 +134,21 @@ def _loops(left: Open) -> None:
 
 
 def _carried(left: Open) -> None:
-    def planned_key(item: Item) -> Hashable | None:
-        is_given = left.given.writes(item.kind, item.num_bytes) > 0
-        return (
-            (item.kind, item.axes, 2 * item.num_bytes, item.in_unknown_loop) if is_given else None
-        )
+    """16-bit permutes, as float32; of those in the program, XLA may have merged or removed some."""
 
-    if left.platform == "cpu":
-        _pairs(
-            left,
-            planned_key,
-            lambda i: i.key if i.row and {*i.row.dtypes} <= {"f32", "f16"} else None,
-            CARRIED,
-        )
+    def key(item: Item) -> Hashable:
+        wider = item.num_bytes * (1 if item.row else 2)
+        return item.kind, item.axes, wider, item.in_unknown_loop
 
-
-def _undone(left: Open) -> None:
-    def planned_key(item: Item) -> Hashable | None:
-        return ("all-reduce", *item.key[1:]) if item.kind == "reduce-scatter" else None
-
-    def emitted_key(item: Item) -> Hashable | None:
-        return None if _is_given(left, item, ("all-reduce",)) else item.key
-
-    if left.platform == "tpu":
-        _pairs(left, planned_key, emitted_key, UNDONE)
+    for p, e in left.both(key) if left.platform == "cpu" else []:
+        if not p or not all(item.row and {*item.row.dtypes} <= {"f32", "f16"} for item in e):
+            continue
+        if not all(left.given.writes(item.kind, item.num_bytes) for item in p):
+            continue
+        if total(p) == total(e):
+            left.close(p, e, CARRIED)
+        elif e and runs_of(e) <= runs_of(p) and _is_written(left, p[0].kind, p[0].num_bytes):
+            left.close(p, e, f"{CARRIED}; {REMOVED}")
 
 
 def _resized(left: Open) -> None:
@@ -186,25 +161,6 @@ def _resized(left: Open) -> None:
         is_sent = any(item.row is not None and item.row.transfer for item in e)
         if before == after and total(e) <= total(p) and (is_sent or total(p) <= parts):
             left.close(p, e, COMBINED)
-        elif (
-            left.platform == "tpu"
-            and total(e) <= total(p)
-            # At most, each element becomes a tile of 8 x 128.
-            and before < after <= 1024 * before
-            and not any(_is_given(left, item, _SUMS) for item in e)
-            and all(_is_tiled(item.row) for item in e if item.row is not None)
-        ):
-            left.close(p, e, PADDED)
-
-
-def _shifted(left: Open) -> None:
-    """Permutes that move shares of a padded reduce-scatter to where they belong without padding."""
-    for e in grouped(left.emitted, lambda item: item.axes).values():
-        padded = [line for line in left.lines if line.verdict == PADDED and line.axes == e[0].axes]
-        room = sum(line.num_bytes * (line.emitted - line.planned) for line in padded)
-        moves = [item for item in e if item.kind == "collective-permute"]
-        if 0 < total_bytes(moves) <= room:
-            left.close([], moves, SHIFTED)
 
 
 def _cut(left: Open) -> None:
@@ -214,6 +170,8 @@ def _cut(left: Open) -> None:
     """
     for p, e in left.both(lambda item: (item.kind, item.axes, item.in_unknown_loop)):
         if not p or not e or not left.given.is_partitioned:
+            continue
+        if not all(left.given.writes(item.kind, item.num_bytes, left.platform) for item in p):
             continue
         others = [size for a, size in left.given.axis_sizes.items() if a not in (p[0].axes or ())]
         parts = {
@@ -239,56 +197,22 @@ def _removed(left: Open) -> None:
             runs_of(items) <= runs_of(planned.get(key, []))
             for key, items in grouped(e, lambda item: item.key).items()
         )
-        if p and fewer and all(_is_written(left, item.kind, item.num_bytes) for item in p):
+        # What is open beside them may be what they have become.
+        is_other = p and any(
+            (item.axes, item.in_unknown_loop) == (p[0].axes, p[0].in_unknown_loop)
+            and {item.kind, p[0].kind} <= {*TILED}
+            and item.kind != p[0].kind
+            for item in left.emitted
+        )
+        if (
+            p
+            and fewer
+            and not is_other
+            and all(_is_written(left, item.kind, item.num_bytes) for item in p)
+        ):
             left.close(p, e, REMOVED)
-
-
-_SUMS = ("all-reduce", "reduce-scatter")
-
-
-def _is_given(left: Open, item: Item, alike: Sequence[str]) -> bool:
-    """Whether the program given to XLA has more of this size than are planned.
-
-    Then the size is no work of the compiler's.
-
-    Args:
-      left: all that is compared.
-      item: what was emitted.
-      alike: kinds that count as one.
-    """
-    kinds = alike if item.kind in alike else (item.kind,)
-    planned = [
-        p.written for p in left.promises if p.kind in kinds and p.num_bytes == item.num_bytes
-    ]
-    return sum(left.given.writes(kind, item.num_bytes) for kind in kinds) > sum(planned)
 
 
 def _is_written(left: Open, kind: str, num_bytes: int) -> bool:
     alike = [p.written for p in left.promises if (p.kind, p.num_bytes) == (kind, num_bytes)]
-    return left.given.writes(kind, num_bytes) == sum(alike)
-
-
-def _is_tiled(row: Row) -> bool:
-    return all(dims and dims[-1] % 128 == 0 for _, dims in row.operands)
-
-
-def _pairs(
-    left: Open,
-    planned_key: Callable[[Item], Hashable | None],
-    emitted_key: Callable[[Item], Hashable | None],
-    verdict: str,
-) -> None:
-    """Closes planned and emitted items whose keys, both not None, and numbers are equal."""
-    planned, emitted = grouped(left.planned, planned_key), grouped(left.emitted, emitted_key)
-    for key, p in planned.items():
-        e = emitted.get(key, [])
-        if key is not None and e and total(p) == total(e):
-            left.close(p, e, verdict)
-
-
-def _alike(p: list[Item], e: list[Item]) -> bool:
-    counts: dict[Any, int] = {}
-    for sign, items in ((1, p), (-1, e)):
-        for item in items:
-            counts[item.key] = counts.get(item.key, 0) + sign * item.count
-    return not any(counts.values())
+    return left.given.writes(kind, num_bytes, left.platform) == sum(alike)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xcoll import _compat
+from xcoll.costmodel import carried_itemsize
 
 _KINDS = {
     "all_reduce": "all-reduce",
@@ -29,6 +30,7 @@ _FRAME = frozenset({
 """What may stand outside of manual computations without being divided by the partitioner."""
 # fmt: on
 _PLACE = re.compile(r'"([^"]+)":(\d+):\d+')
+_AXIS = re.compile(r'axis_ref<name = "([^"]+)">')
 _BITS = re.compile(r"(\d+)")
 _MADE_OF = {
     "all-reduce": ("all-reduce", "reduce-scatter"),
@@ -45,14 +47,37 @@ class Written:
     Attributes:
       kind: as HLO names it.
       num_bytes: of its operands.
+      dims: of the first operand.
+      element: its type, as MLIR names it (``"f32"``).
+      axes: mesh axes; None where its groups are written as lists.
       op_name: the path of JAX's name stack.
       source: ``file:line`` of the user's code, or None.
     """
 
     kind: str
     num_bytes: int
+    dims: tuple[int, ...]
+    element: str
+    axes: frozenset[str] | None
     op_name: str
     source: str | None
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether a TPU sends it as two real arrays."""
+        return self.element.startswith("complex")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element, of a complex one's half; at least one."""
+        return max(1, _bits(self.element) // 8)
+
+    def carried_bytes(self, platform: str | None) -> int:
+        """Returns the operands' bytes as XLA's own collectives carry them on a platform."""
+        if platform != "cpu":
+            return self.num_bytes
+        dtype = "bfloat16" if self.element == "bf16" else self.element.replace("f8", "float8")
+        return self.num_bytes // self.itemsize * carried_itemsize(dtype, self.itemsize, platform)
 
 
 class WrittenProgram:
@@ -111,15 +136,28 @@ def _written(op: Any) -> Written:
     return Written(
         kind=_KINDS[op.name.removeprefix("stablehlo.")],
         num_bytes=sum(_bytes(operand.type) for operand in op.operands),
+        dims=tuple(op.operands[0].type.shape),
+        element=str(op.operands[0].type.element_type),
+        axes=_axes(op),
         op_name=name[1] if name else "",
         source=f"{found[0]}:{found[1]}" if found else None,
     )
 
 
+def _axes(op: Any) -> frozenset[str] | None:
+    if "replica_groups" not in op.attributes:
+        return None
+    return frozenset(_AXIS.findall(str(op.attributes["replica_groups"]))) or None
+
+
 def _bytes(tensor: Any) -> int:
     element = str(tensor.element_type)
-    bits = 8 if element == "i1" else int(_BITS.search(element)[1])  # type: ignore[index]
-    bits *= 2 if element.startswith("complex") else 1
+    bits = _bits(element) * (2 if element.startswith("complex") else 1)
     for size in tensor.shape:
         bits *= size
     return -(-bits // 8)
+
+
+def _bits(element: str) -> int:
+    """Returns the bits of an element, of a complex one's half."""
+    return 8 if element == "i1" else int(_BITS.search(element)[1])  # type: ignore[index]
