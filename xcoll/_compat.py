@@ -6,6 +6,7 @@ Each function says what it stands for, so that it can be replaced once a public 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -97,6 +98,7 @@ def is_users(file_name: str) -> bool:
     return not _INSTALLED.search(file_name) and not file_name.startswith(tuple(imported))
 
 
+@functools.cache
 def _directory(module: str) -> str:
     """Returns where a library's files are: its frames stand between the user's call and ours."""
     return os.path.dirname(os.path.abspath(sys.modules[module].__file__ or "")) + os.sep
