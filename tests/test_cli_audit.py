@@ -235,6 +235,7 @@ BAD = [
     ([f"{FILE}:step", "--topology", "cpu:8", "--mesh", "data"], "--mesh data: 'data' is no name"),
     ([f"{FILE}:step", "--topology", "b200:8", "--mesh", "data=8"], "nothing here compiles for"),
     ([f"{FILE}:step", "--topology", "cpu:16", "--mesh", "data=16"], "needs 16 CPU devices"),
+    ([f"{FILE}:step", "--topology", "cpu:99999", "--mesh", "data=99999"], "1024 at most"),
     ([f"{FILE}:step", *EIGHT, "--budget", "none_such.toml"], "none_such.toml: No such file"),
     ([f"{FILE}:step", *EIGHT, "--timeline", "none/such.json"], "there is no directory"),
     ([f"{FILE}:step", *EIGHT, "--timeline", "/"], "a file is expected"),

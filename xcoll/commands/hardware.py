@@ -15,6 +15,10 @@ from xcoll.hardware.text import take_apart
 from xcoll.topology import Topology
 
 
+MOST_CPUS = 1024
+"""Virtual CPU devices that an audit may ask for."""
+
+
 def prepare(text: str) -> int:
     """Sets jax up for a topology, before it looks for devices; returns the number of CPU devices.
 
@@ -22,12 +26,18 @@ def prepare(text: str) -> int:
     many as a CPU topology has. TPUs and GPUs are compiled for by name.
 
     Raises:
+      UsageError: more CPU devices than a process should make.
       ValueError: a malformed topology.
     """
     parsed = take_apart(text)
     is_cpu = load(parsed.kind)["platform"] == "cpu"
     jax.config.update("jax_platforms", "cpu")
     count = parsed.count * math.prod(parsed.sizes) if is_cpu else 0
+    if count > MOST_CPUS:
+        raise UsageError(
+            f"--topology {text}: {count} virtual CPU devices; this process makes {MOST_CPUS} at most,"
+            " since each takes threads and memory"
+        )
     if is_cpu:
         # Where devices are there already, their number stays; it is checked with the mesh.
         with contextlib.suppress(RuntimeError):
