@@ -14,7 +14,6 @@ from xcoll.hardware.tables import load
 from xcoll.hardware.text import take_apart
 from xcoll.topology import Topology
 
-
 MOST_CPUS = 1024
 """Virtual CPU devices that an audit may ask for."""
 
