@@ -34,7 +34,7 @@ def prepare(text: str) -> int:
     count = parsed.count * math.prod(parsed.sizes) if is_cpu else 0
     if count > MOST_CPUS:
         raise UsageError(
-            f"--topology {text}: {count} virtual CPU devices; this process makes {MOST_CPUS} at most,"
+            f"--topology {text}: {count} virtual CPU devices; a process makes {MOST_CPUS} at most,"
             " since each takes threads and memory"
         )
     if is_cpu:
