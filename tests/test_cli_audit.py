@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 from audits import audit, row
 
@@ -84,6 +85,14 @@ if __name__ == "__main__":
     raise AssertionError("it is not run as a script")
 """
 PSUM_LINE = 1 + PROGRAM.splitlines().index('        return jax.lax.psum(x, "data")')
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    """The devices of this process are there before a command can ask for another number."""
+    assert len(jax.devices()) == 8
+
+
 EIGHT = ["--topology", "cpu:8", "--mesh", "data=8"]
 
 
