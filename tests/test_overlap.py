@@ -10,6 +10,7 @@ from xcoll.hardware import Device
 from xcoll.hlo.loops import executions
 from xcoll.hlo.overlap import overlaps
 from xcoll.hlo.reader import collectives_of
+from xcoll.hlo.spans import spans
 from xcoll.hlo.text import parse
 from xcoll.hlo.work import compute_of
 
@@ -25,7 +26,8 @@ def found(*lines, called="", kind="v5e", scheduled=True, times_s=None):
     module = parse(f"{header}\n{called}\nENTRY %main () -> f32[] {{\n{body}\n}}\n")
     compute = compute_of(module, executions(module), Device.named(kind), None)
     times_s = {name: passes * PASS_S[kind] for name, passes in (times_s or {}).items()}
-    result = overlaps(module, compute, times_s)
+    rows = collectives_of(module)
+    result = overlaps(module, rows, spans(module, rows), compute, times_s)
     return {n: (o.is_async, pytest.approx(o.work_s / PASS_S[kind])) for n, o in result.items()}
 
 
@@ -336,8 +338,9 @@ SIZE, RANKS = 2048, 4
 
 def by_kind(module, kind):
     compute = compute_of(module, executions(module), Device.named(kind), None)
-    kinds = {row.name: row.kind for row in collectives_of(module)}
-    result = overlaps(module, compute)
+    rows = collectives_of(module)
+    kinds = {row.name: row.kind for row in rows}
+    result = overlaps(module, rows, spans(module, rows), compute)
     assert list(result) == list(kinds)
     return [(kinds[name], overlap) for name, overlap in result.items()]
 

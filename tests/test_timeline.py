@@ -10,12 +10,20 @@ from jax import lax
 
 from xcoll import aot
 from xcoll.hlo.auditing import audit
+from xcoll.hlo.reader import collectives_of
 from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Event, Row
+from xcoll.hlo.spans import spans
 from xcoll.hlo.text import parse
 from xcoll.hlo.timeline import events_of, write_timeline
 
 MS = 1e-3
+
+
+def events_in(text, rows, times):
+    """The events of a program's text."""
+    module = parse(text)
+    return events_of(module, rows, spans(module, collectives_of(module)), times)
 
 
 class Times:
@@ -102,7 +110,7 @@ TIMES = Times(one=1, two=2, three=1, four=2, five=4)
 
 def test_computation_is_merged_and_what_is_exposed_is_waited_for():
     rows = [row("sync", 5), row("start", 10, 3)]
-    events = events_of(parse(OVERLAPPED), rows, TIMES)
+    events = events_in(OVERLAPPED, rows, TIMES)
     assert in_ms(events) == [
         ("compute", "two and 1 more", 0, 3),
         ("compute", "waits for sync", 3, 8),
@@ -120,7 +128,7 @@ def test_computation_is_merged_and_what_is_exposed_is_waited_for():
 
 def test_a_hidden_collective_is_not_waited_for():
     rows = [row("sync", 5), row("start", 2, 2)]
-    events = events_of(parse(OVERLAPPED), rows, TIMES)
+    events = events_in(OVERLAPPED, rows, TIMES)
     assert ("x", "all-reduce", 8, 10) in in_ms(events)
     assert [e.name for e in events if e.name.startswith("waits")] == ["waits for sync"]
     assert max(e.start_s + e.duration_s for e in events) == pytest.approx(15 * MS, rel=1e-12)
@@ -141,7 +149,7 @@ ENTRY %main (x: f32[2]) -> f32[2] {
 
 def test_two_at_once_are_on_two_tracks_and_each_is_waited_for_at_its_done(tmp_path):
     rows = [row("long", 9, 3), row("short", 4, 1)]
-    events = events_of(parse(TWO), rows, TIMES)
+    events = events_in(TWO, rows, TIMES)
     assert in_ms(events) == [
         ("x", "all-reduce", 0, 4),
         ("compute", "one", 0, 1),
@@ -186,8 +194,8 @@ TRIPS = 'backend_config={"known_trip_count":{"n":"48"}}'
 
 def test_a_loop_of_48_layers_is_one_iteration_and_one_event_for_the_others():
     rows = [row("sum", 2, computation="body", executions=48)]
-    events = events_of(
-        parse(LOOP.replace("TRIPS", TRIPS)), rows, Times(before=1, work=3, loop=48 * 3, after=4)
+    events = events_in(
+        LOOP.replace("TRIPS", TRIPS), rows, Times(before=1, work=3, loop=48 * 3, after=4)
     )
     assert in_ms(events) == [
         ("compute", "before", 0, 1),
@@ -206,7 +214,7 @@ def test_a_loop_of_48_layers_is_one_iteration_and_one_event_for_the_others():
 def test_of_a_loop_of_unknown_length_one_iteration_is_drawn_and_that_is_said():
     text = LOOP.replace(", TRIPS", "")
     rows = [row("sum", 2, computation="body", executions=None)]
-    events = events_of(parse(text), rows, Times(before=1, work=3, loop=3, after=4))
+    events = events_in(text, rows, Times(before=1, work=3, loop=3, after=4))
     assert in_ms(events)[-1] == ("compute", "after", 6, 10)
     (loop,) = [e for e in events if e.track == "loops and branches"]
     assert in_ms([loop]) == [("loops and branches", "loop: 1 of ?", 1, 6)]
@@ -239,7 +247,7 @@ def test_of_a_conditional_the_branch_that_takes_longest_is_drawn():
         row("sum", 2, computation="long", conditional=True),
         row("total", 2, computation="longer", conditional=True),
     ]
-    events = events_of(parse(BRANCHES), rows, Times(work=3, choice=3))
+    events = events_in(BRANCHES, rows, Times(work=3, choice=3))
     assert in_ms(events) == [
         ("loops and branches", "choice", 0, 5),
         ("compute", "work", 0, 3),
@@ -249,7 +257,7 @@ def test_of_a_conditional_the_branch_that_takes_longest_is_drawn():
     assert events[0].note == "the branch that takes longest"
     assert events[3].note == "only if its branch is taken"
     # One without collectives is one of them.
-    events = events_of(parse(BRANCHES), rows, Times(work=3, idle=6, choice=6))
+    events = events_in(BRANCHES, rows, Times(work=3, idle=6, choice=6))
     assert in_ms(events) == [("compute", "idle", 0, 6), ("loops and branches", "choice", 0, 6)]
 
 
@@ -279,7 +287,7 @@ def test_a_conditional_in_a_loop_is_in_all_its_iterations():
         row("sum", 2, computation="body", executions=3),
     ]
     text = BRANCH_IN_LOOP.replace("TRIPS", TRIPS.replace("48", "3"))
-    events = events_of(parse(text), rows, Times(before=1, work=3, loop=9, after=4))
+    events = events_in(text, rows, Times(before=1, work=3, loop=9, after=4))
     # Each iteration: 3 ms of work, 6 ms of the longer branch, 2 ms of the sum.
     assert in_ms(events) == [
         ("compute", "before", 0, 1),
@@ -299,7 +307,7 @@ def test_of_branches_of_unknown_times_the_one_with_collectives_is_drawn():
     for each in rows:
         for name in ("time_s", "hidden_s", "exposed_s"):
             object.__setattr__(each, name, None)
-    events = events_of(parse(BRANCHES), rows, Times())
+    events = events_in(BRANCHES, rows, Times())
     assert [event.row for event in events if event.row] == ["sum"]
 
 
@@ -318,14 +326,14 @@ ENTRY %main (x: f32[2]) -> f32[2] {
 def test_collectives_in_fusions_and_of_unknown_time_are_drawn():
     unknown = row("deep", 0, computation="inner", level_bytes={}, kind="all-gather")
     object.__setattr__(unknown, "time_s", None)
-    events = events_of(parse(FUSED), [unknown], TIMES)
+    events = events_in(FUSED, [unknown], TIMES)
     (event,) = [e for e in events if e.row]
     assert (event.track, event.start_s, event.note) == ("data", 1 * MS, "its time is not known")
 
 
 def test_the_file_is_what_perfetto_reads(tmp_path):
     rows = [row("sync", 5), row("start", 10, 3, level_bytes={"slice": 4, "x": 8, "y": 0})]
-    events = events_of(parse(OVERLAPPED), rows, TIMES)
+    events = events_in(OVERLAPPED, rows, TIMES)
     path = tmp_path / "out.json"
     path.write_text("old")
     write_timeline(audit_of(rows, events, 10), str(path))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from xcoll.hlo.prices import Network
 from xcoll.hlo.reader import Collective, collectives_of
 from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Row
+from xcoll.hlo.spans import spans
 from xcoll.hlo.text import parse, program_text
 from xcoll.hlo.timeline import events_of
 from xcoll.hlo.work import compute_of
@@ -115,13 +115,17 @@ def audit_program(
     network = Network(mesh, topology)
     analysis = getattr(compiled, "cost_analysis", lambda: None)()
     compute = compute_of(module, counts, topology.device, analysis)
-    times_s = {c.name: time_ps * PS for c, time_ps in _timed(found, network)}
-    overlap = overlaps(module, compute, times_s)
+    prices = {c.name: None if c.unread else network.time_ps(c) for c in found}
+    times_s = {name: time_ps * PS for name, time_ps in prices.items() if time_ps is not None}
+    placed = spans(module, found)
+    overlap = overlaps(module, found, placed, compute, times_s)
     num_axes = sum(size > 1 for size in mesh.shape.values())
     written = None if lowered is None else lambda: WrittenProgram(lowered, num_axes)
     origins = Origins(module, Frames(text), written)
     is_timed = compute.time_s is not None
-    rows = tuple(_row(c, network, overlap[c.name], is_timed, origins) for c in found)
+    rows = tuple(
+        _row(c, network, times_s.get(c.name), overlap[c.name], is_timed, origins) for c in found
+    )
     return Audit(
         rows=rows,
         axis_sizes=dict(mesh.shape),
@@ -132,32 +136,28 @@ def audit_program(
         compute_source=compute.source,
         memory=memory_of(compiled) if isinstance(compiled, jax.stages.Compiled) else None,
         advice=advise(module, rows, found, topology, dict(mesh.shape)),
-        events=events_of(module, rows, compute),
+        events=events_of(module, rows, placed, compute),
     )
 
 
-def _timed(found: Sequence[Collective], network: Network) -> Iterator[tuple[Collective, int]]:
-    for c in found:
-        time_ps = None if c.unread else network.time_ps(c)
-        if time_ps is not None:
-            yield c, time_ps
-
-
 def _row(
-    c: Collective, network: Network, overlap: Overlap, is_timed: bool, origins: Origins
+    c: Collective,
+    network: Network,
+    time_s: float | None,
+    overlap: Overlap,
+    is_timed: bool,
+    origins: Origins,
 ) -> Row:
     origin = origins.of(c)
     unread = c.unread
     axes: tuple[str, ...] | None = None
     wire: dict[str, int] = {}
     levels: dict[str, int] = {}
-    time_ps: int | None = None
     bound_ps: int | None = None
     if not unread:
         axes = network.axes_of(c)
         wire, levels = network.wire_bytes(c), network.level_bytes(c)
-        time_ps, bound_ps = network.time_ps(c), network.bound_ps(c)
-    time_s = None if time_ps is None else time_ps * PS
+        bound_ps = network.bound_ps(c)
     # Beside computation of unknown length an unknown part is hidden.
     is_known = time_s is not None and (is_timed or not overlap.is_async)
     hidden_s = min(time_s, overlap.work_s) if is_known and time_s is not None else None

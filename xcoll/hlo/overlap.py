@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xcoll.hlo.loops import trip_count
-from xcoll.hlo.reader import Collective, collectives_of
+from xcoll.hlo.reader import Collective
 from xcoll.hlo.shared_links import share_links
-from xcoll.hlo.spans import Span, spans
+from xcoll.hlo.spans import Span
 from xcoll.hlo.text import Instruction, Module
 from xcoll.hlo.work import Compute
 
@@ -28,7 +28,11 @@ class Overlap:
 
 
 def overlaps(
-    module: Module, compute: Compute, times_s: Mapping[str, float] | None = None
+    module: Module,
+    collectives: Sequence[Collective],
+    placed: Sequence[Span],
+    compute: Compute,
+    times_s: Mapping[str, float] | None = None,
 ) -> dict[str, Overlap]:
     """Finds for every collective whether it is asynchronous, and what compute runs beside it.
 
@@ -42,17 +46,18 @@ def overlaps(
 
     Args:
       module: the program.
+      collectives: all of it has, as `xcoll.hlo.reader.collectives_of` returns them.
+      placed: where those that are asynchronous run, as `xcoll.hlo.spans.spans` returns it.
       compute: its compute, of the same module.
       times_s: how long each transfer takes, by name; one that is missing takes all compute until
         its done.
 
     Returns:
-      One entry for each row of `xcoll.hlo.collectives`, by its name; ``work_s`` is no more than the
+      One entry for each of the collectives, by its name; ``work_s`` is no more than the
       time that is given.
     """
-    rows = {row.name: row for row in collectives_of(module)}
+    rows = {row.name: row for row in collectives}
     found = {name: Overlap(is_async=False, work_s=0.0) for name in rows}
-    placed = spans(module, tuple(rows.values()))
     hidden = _Hidden(module, compute, rows, placed, times_s or {})
     for computation in {span.computation for span in placed}:
         hidden.used_s(computation)
@@ -67,7 +72,7 @@ class _Hidden:
         module: Module,
         compute: Compute,
         rows: Mapping[str, Collective],
-        placed: tuple[Span, ...],
+        placed: Sequence[Span],
         times_s: Mapping[str, float],
     ) -> None:
         self._module = module

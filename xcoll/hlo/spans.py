@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xcoll.hlo.reader import Collective
@@ -28,7 +29,7 @@ class Span:
     steps: tuple[int, ...]
 
 
-def spans(module: Module, rows: tuple[Collective, ...]) -> tuple[Span, ...]:
+def spans(module: Module, rows: Sequence[Collective]) -> tuple[Span, ...]:
     """Finds the asynchronous transfers of a program.
 
     The order of a scheduled program (``is_scheduled=true``) is its schedule; in one that is not,

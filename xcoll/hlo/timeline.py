@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from xcoll.hlo.findings import Findings
-from xcoll.hlo.reader import collectives_of
 from xcoll.hlo.rows import Event, Row
-from xcoll.hlo.spans import spans
+from xcoll.hlo.spans import Span
 from xcoll.hlo.text import Module
 from xcoll.hlo.walking import COMPUTE, LOOPS, Walk
 from xcoll.hlo.work import Compute
 
 
-def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Event, ...]:
+def events_of(
+    module: Module, rows: Sequence[Row], placed: Sequence[Span], compute: Compute
+) -> tuple[Event, ...]:
     """Returns one execution of a program on one device, as predicted.
 
     Computation follows the schedule. A collective starts where the schedule starts it; where its
@@ -29,12 +30,13 @@ def events_of(module: Module, rows: Sequence[Row], compute: Compute) -> tuple[Ev
     Args:
       module: the program.
       rows: its collectives.
+      placed: where those that are asynchronous run, as `xcoll.hlo.spans.spans` returns it.
       compute: how long its instructions take.
 
     Returns:
       Events in the order of their starts; of those that start at once the longest comes first.
     """
-    walk = Walk(module, rows, spans(module, collectives_of(module)), compute)
+    walk = Walk(module, rows, placed, compute)
     walk.run()
     walk.clock.flush()
     return tuple(sorted(walk.clock.events, key=_order))
