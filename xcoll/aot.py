@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,8 +160,7 @@ def compile(
       4194304
     """
     if in_specs is None and out_specs is None:
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            return _program(lower(fn, *args, **kwargs))
+        return _program(lower(fn, args, kwargs, mesh))
     call = f"aot.compile({getattr(fn, '__name__', fn)})"
     if mesh is None or in_specs is None or out_specs is None or kwargs:
         raise ValueError(
@@ -184,18 +183,25 @@ def compile(
     return _program(jax.jit(mapped).lower(*jax.tree.map(placed, specs, args)))
 
 
-def lower(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+def lower(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: jax.sharding.Mesh | None = None,
+) -> jax.stages.Lowered:
     """Lowers a function for arguments, with its own options where it is jitted.
 
     Args:
       fn: a function, jitted or not, or a method.
-      *args: its arguments.
-      **kwargs: the same.
+      args: its arguments.
+      kwargs: its keyword arguments.
+      mesh: a mesh to trace it under (`jax.set_mesh`), or None.
     """
     # A jitted method hands on the attributes of its function, which knows no object.
     bound = (fn.__self__,) if inspect.ismethod(fn) and hasattr(fn, "lower") else ()
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-    lowered: jax.stages.Lowered = jitted.lower(*bound, *args, **kwargs)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        lowered: jax.stages.Lowered = jitted.lower(*bound, *args, **kwargs)
     return lowered
 
 

@@ -11,6 +11,45 @@ from jax.sharding import Mesh
 from xcoll.topology import Topology
 
 
+def check_topology(call: str, topology: Any) -> None:
+    """Complains of what is no topology, and of malformed text, before anything is lowered.
+
+    Raises:
+      TypeError: it is neither a topology, nor text, nor None.
+      ValueError: the text is malformed.
+    """
+    if topology is not None and not isinstance(topology, Topology | str):
+        raise TypeError(
+            f"{call}(topology={topology!r}): must be an xcoll.Topology, its text such as"
+            f" 'v5e:4x4', or None, not {type(topology).__name__}"
+        )
+    if isinstance(topology, str):
+        Topology.parse(topology)
+
+
+def topology_of(call: str, given: Topology | str | None, mesh: Mesh | None, sizes: Any) -> Any:
+    """Returns what a mesh lies on: as the user said, or else read off its devices.
+
+    Args:
+      call: the public function, for messages.
+      given: a topology, its text, or None.
+      mesh: the mesh, or None where its devices are not known.
+      sizes: its axes and their sizes, in its order.
+
+    Returns:
+      The topology; None where nothing is said and there are no devices.
+
+    Raises:
+      ValueError: the given topology does not match the mesh; both are shown.
+    """
+    if isinstance(given, str):
+        return Topology.parse(given, axes=sizes)
+    if given is not None:
+        given.check(call, sizes)
+        return given
+    return None if mesh is None else Topology.from_mesh(mesh)
+
+
 @dataclass
 class Hardware:
     """The topologies of the meshes in one program.
@@ -54,11 +93,7 @@ class Hardware:
         return "; ".join(known) or "unknown (every plan is native)"
 
     def _find(self, mesh: Any) -> Topology | None:
-        sizes = dict(mesh.shape)
-        if isinstance(self.given, str):
-            return Topology.parse(self.given, axes=sizes)
-        if self.given is not None:
-            self.given.check("optimize", sizes)
-            return self.given
-        concrete = self.concrete(mesh)
-        return None if concrete is None else Topology.from_mesh(concrete)
+        found: Topology | None = topology_of(
+            "optimize", self.given, self.concrete(mesh), dict(mesh.shape)
+        )
+        return found

@@ -14,7 +14,7 @@ from jax.extend.core import get_opaque_trace_state
 from xcoll import _compat, graphs, marks
 from xcoll.algorithms import check_choice
 from xcoll.errors import XcollWarning
-from xcoll.meshes import Hardware
+from xcoll.meshes import Hardware, check_topology
 from xcoll.policy import Policy, check_policy
 from xcoll.primitives import Region, bind, is_disabled
 from xcoll.report import Report
@@ -138,8 +138,8 @@ def flattened(fn: Any, args: Any, kwargs: Any) -> tuple[Callable[..., Any], list
     return flat, leaves
 
 
-class Optimized:
-    """A function whose collectives are planned when it is lowered (see `optimize`).
+class Planned:
+    """A function, wrapped, whose collectives are planned and reported when it is lowered.
 
     Attributes:
       reports: one `Report` per lowering, latest last.
@@ -149,10 +149,30 @@ class Optimized:
 
     def __init__(self, fn: Callable[..., Any], policy: Policy, topology: Topology | str | None):
         functools.update_wrapper(self, fn, updated=())
-        self.__wrapped__ = fn
         self.policy = policy
         self.topology = topology
         self.reports: list[Report] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function; each kind of wrapper in its own way."""
+        raise NotImplementedError
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Binds as functions do, so that methods can be decorated."""
+        if instance is None:
+            return self
+        bound: Any = functools.partial(self, instance)
+        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
+        return bound
+
+
+class Optimized(Planned):
+    """What `optimize` returns."""
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy, topology: Topology | str | None):
+        super().__init__(fn, policy, topology)
         self._traces: dict[Any, int] = {}
         self._last_trace: Any = None
 
@@ -171,14 +191,6 @@ class Optimized:
             return split.outputs(out)
 
         return split.finish(bind(call, region, *leaves))
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds as functions do, so that methods can be decorated."""
-        if instance is None:
-            return self
-        bound: Any = functools.partial(self, instance)
-        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
-        return bound
 
     def __repr__(self) -> str:
         return f"xcoll.optimize({getattr(self.__wrapped__, '__qualname__', self.__wrapped__)})"
@@ -233,13 +245,7 @@ def _optimize_jitted(fn: Any, policy: Policy, topology: Topology | str | None) -
 def checked(call: str, policy: Any, topology: Any) -> Policy:
     """Returns the policy, or the default one for None, once it and the topology are checked."""
     policy = check_policy(call, policy)
-    if topology is not None and not isinstance(topology, Topology | str):
-        raise TypeError(
-            f"{call}(topology={topology!r}): must be an xcoll.Topology, its text such as"
-            f" 'v5e:4x4', or None, not {type(topology).__name__}"
-        )
-    if isinstance(topology, str):
-        Topology.parse(topology)  # Complain about malformed text here, not when lowering.
+    check_topology(call, topology)
     forced = dict(policy.algorithm) if policy.by_name else {"": policy.algorithm}
     for choice in forced.values():
         if choice is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +19,8 @@ from xcoll.gradients.options import axis_names
 from xcoll.names import GRADIENTS_SCOPE
 from xcoll.policy import Policy
 from xcoll.primitives import Region
-from xcoll.report import Report
 from xcoll.topology import Topology
-from xcoll.transform import checked
+from xcoll.transform import Planned, checked
 
 
 def value_and_grad(
@@ -144,14 +142,8 @@ def value_and_grad(
     )
 
 
-class ValueAndGrad:
-    """What `value_and_grad` returns.
-
-    Attributes:
-      reports: one `Report` per lowering, latest last.
-      policy: what xcoll may do.
-      topology: what the user said of the hardware.
-    """
+class ValueAndGrad(Planned):
+    """What `value_and_grad` returns."""
 
     def __init__(
         self,
@@ -166,20 +158,10 @@ class ValueAndGrad:
         param_specs: Any,
         aux_op: Any,
     ):
-        functools.update_wrapper(self, fun, updated=())
-        self.reports: list[Report] = []
-        self.policy, self.topology = policy, topology
+        super().__init__(fun, policy, topology)
         self._fun, self._argnums, self._has_aux = fun, argnums, has_aux
         self._mesh, self._axes = mesh, axes
         self._in_axes, self._param_specs, self._aux_op = in_axes, param_specs, aux_op
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """Binds as functions do, so that methods can be decorated."""
-        if instance is None:
-            return self
-        bound: Any = functools.partial(self, instance)
-        bound.reports, bound.policy, bound.topology = self.reports, self.policy, self.topology
-        return bound
 
     def __repr__(self) -> str:
         name = getattr(self._fun, "__qualname__", self._fun)

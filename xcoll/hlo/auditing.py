@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
 from typing import Any
 
@@ -25,6 +24,7 @@ from xcoll.hlo.timeline import events_of
 from xcoll.hlo.work import compute_of
 from xcoll.hlo.written import WrittenProgram
 from xcoll.memory import memory_of
+from xcoll.meshes import check_topology, topology_of
 from xcoll.topology import Topology
 
 PS = 1e-12
@@ -82,19 +82,11 @@ def audit(
         raise TypeError(
             f"audit(mesh={mesh!r}): must be a jax.sharding.Mesh with its devices, or None"
         )
-    if topology is not None and not isinstance(topology, Topology | str):
-        raise TypeError(
-            f"audit(topology={topology!r}): must be an xcoll.Topology, its text such as 'v5e:4x4',"
-            " or None"
-        )
+    check_topology("audit", topology)
     lowered, compiled = _compiled(fn_or_compiled, args, kwargs, mesh)
     mesh = _mesh_of(compiled, args, kwargs) if mesh is None else mesh
-    if topology is None:
-        topology = Topology.from_mesh(mesh)
-    elif isinstance(topology, str):
-        topology = Topology.parse(topology, axes=dict(mesh.shape))
-    topology.check("audit", dict(mesh.shape))
-    return audit_program(compiled, mesh, topology, lowered)
+    lies_on = topology_of("audit", topology, mesh, dict(mesh.shape))
+    return audit_program(compiled, mesh, lies_on, lowered)
 
 
 def audit_program(
@@ -209,9 +201,8 @@ def _compiled(fn: Any, args: Any, kwargs: Any, mesh: Mesh | None) -> tuple[Any, 
             f"audit(fn_or_compiled={reprlib.repr(fn)}): must be a function, or what"
             f" jax.jit(f).lower(...) or its .compile() returned, not {type(fn).__name__}"
         )
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        lowered = aot.lower(fn, *args, **kwargs)
-        return lowered, lowered.compile()
+    lowered = aot.lower(fn, args, kwargs, mesh)
+    return lowered, lowered.compile()
 
 
 def _mesh_of(compiled: Any, args: Any, kwargs: Any) -> Mesh:

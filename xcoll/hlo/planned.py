@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import jax
 
-from xcoll import _compat
+from xcoll import _compat, aot
 from xcoll.hlo.auditing import audit
 from xcoll.hlo.compared import (
     COMBINED,
@@ -176,14 +175,13 @@ def check_plan(
         raise TypeError(f"check_plan(fn={fn!r}): must be a function, not {type(fn).__name__}")
     policy = checked("check_plan", policy, topology)
     planned = _planned_anew(fn, policy, topology)
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        if _compat.is_jitted(fn):
-            jitted = jax.jit(planned, **_compat.jit_options(fn))
-            lowered = jitted.lower(*args, **kwargs)
-        else:
-            flat, leaves = flattened(planned.__wrapped__, args, kwargs)
-            planned = Optimized(flat, planned.policy, planned.topology)
-            lowered = jax.jit(planned).lower(*leaves)
+    if _compat.is_jitted(fn):
+        jitted = jax.jit(planned, **_compat.jit_options(fn))
+        lowered = aot.lower(jitted, args, kwargs, mesh)
+    else:
+        flat, leaves = flattened(planned.__wrapped__, args, kwargs)
+        planned = Optimized(flat, planned.policy, planned.topology)
+        lowered = aot.lower(jax.jit(planned), leaves, {}, mesh)
     if not planned.reports:
         raise ValueError("check_plan: nothing is planned while xcoll is switched off")
     emitted = audit(lowered, mesh=mesh, topology=planned.topology)
