@@ -39,6 +39,15 @@ def readable_time(time_ps: int | None) -> str:
     return f"{time_ps / 1000:.3g} ns"
 
 
+def readable_seconds(time_s: float | None) -> str:
+    """Reads seconds as people do, to the picosecond; None, what is not known, as a dash.
+
+    >>> readable_seconds(0.743), readable_seconds(12.5e-6), readable_seconds(None)
+    ('743 ms', '12.5 µs', '-')
+    """
+    return readable_time(None if time_s is None else round(time_s * 10**12))
+
+
 def readable_rate(bytes_per_s: int) -> str:
     """Reads bytes per second as people do.
 

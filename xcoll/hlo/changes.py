@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xcoll.printing import as_text, plain_table
-from xcoll.units import readable_bytes, readable_time
+from xcoll.units import readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def _amount(table: str, amount: int | float | None) -> str:
     if amount is None:
         return "-"
     if table == "time":
-        return readable_time(round(amount * 1e12))
+        return readable_seconds(amount)
     return str(amount) if table == "count" else readable_bytes(int(amount))
 
 

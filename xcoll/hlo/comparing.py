@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from xcoll.hlo.changes import Comparison, SiteChange, Tally, Total
 from xcoll.hlo.result import Audit
-from xcoll.hlo.rows import Row
+from xcoll.hlo.rows import Row, total_s
 
 _PARTS = ("arguments", "outputs", "aliased", "temporaries", "code", "total")
 
@@ -136,13 +136,10 @@ def _tally(rows: list[Row]) -> Tally:
     for row in rows:
         wire_bytes.update({axis: sent * row.runs for axis, sent in row.wire_bytes.items()})
     runs = [row.executions for row in rows]
-    exposed = [0.0 if row.runs == 0 else row.exposed_s for row in rows]
     return Tally(
         number=len(rows),
         executions=None if None in runs else sum(row.runs for row in rows),
         num_bytes=sum(row.num_bytes for row in rows),
         wire_bytes=dict(wire_bytes),
-        exposed_s=None
-        if None in exposed
-        else sum(s * row.runs for s, row in zip(exposed, rows, strict=True) if s is not None),
+        exposed_s=total_s((row.exposed_s, row.runs) for row in rows),
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from xcoll import records
-from xcoll.hlo.rows import Advice, Event, Row
+from xcoll.hlo.rows import Advice, Event, Row, total_s
 from xcoll.memory import Memory
 
 _JSON_VERSION = 1
@@ -46,12 +46,12 @@ class Findings:
     @property
     def communication_s(self) -> float | None:
         """Predicted time of all collectives, one after another; None where not all is known."""
-        return _total((row.time_s, row.runs) for row in self.rows)
+        return total_s((row.time_s, row.runs) for row in self.rows)
 
     @property
     def exposed_s(self) -> float | None:
         """The part of it that the device waits; None where not all is known."""
-        return _total((row.exposed_s, row.runs) for row in self.rows)
+        return total_s((row.exposed_s, row.runs) for row in self.rows)
 
     @property
     def step_s(self) -> float | None:
@@ -120,12 +120,3 @@ class Findings:
         what = "an audit written by to_json"
         found: Self = records.decode("Audit.from_json", what, text, _JSON_VERSION, make)
         return found
-
-
-def _total(times: Any) -> float | None:
-    total = 0.0
-    for time_s, runs in times:
-        if time_s is None and runs:
-            return None
-        total += (time_s or 0.0) * runs
-    return total

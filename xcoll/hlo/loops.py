@@ -25,19 +25,12 @@ def executions(module: Module) -> dict[str, int | None]:
       A count for each computation, 0 where nothing calls it, None where it depends on a loop whose
       trip count the text does not show.
     """
-    sites: dict[str, list[tuple[str, Instruction, str]]] = {}
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode in ("async-update", "async-done"):
-                continue  # they name again what async-start has called
-            for key, callee in instruction.calls():
-                sites.setdefault(callee, []).append((computation.name, instruction, key))
     counts: dict[str, int | None] = {module.entry: 1}
 
     def count(name: str) -> int | None:
         if name not in counts:
             total: int | None = 0
-            for caller, instruction, key in sites.get(name, []):
+            for caller, instruction, key in module.callers.get(name, []):
                 outer, inner = count(caller), _times(module, caller, instruction, key)
                 known = outer is not None and inner is not None and total is not None
                 # What never runs runs never, even with an unknown trip count inside.

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from xcoll.hlo.frames import Frames
 from xcoll.hlo.reader import Collective
-from xcoll.hlo.text import WRAPPERS, Instruction, Module
+from xcoll.hlo.text import WRAPPERS, Instruction, Module, walk
 from xcoll.hlo.written import Written, WrittenProgram
 from xcoll.names import GRADIENTS_SCOPE, PLAN_SCOPE
 
@@ -70,13 +70,7 @@ class Origins:
     ):
         self._module, self._frames = module, frames
         self._make_written = written
-        self._callers: dict[str, list[tuple[str, Instruction]]] = {}
-        self._has_manual = False
-        for computation in module.computations.values():
-            for i in computation.instructions.values():
-                self._has_manual |= "/shard_map/" in i.attributes
-                for _, callee in i.calls():
-                    self._callers.setdefault(callee, []).append((computation.name, i))
+        self._has_manual = any("/shard_map/" in i.attributes for _, i in walk(module))
         self._users: dict[str, dict[str, list[str]]] = {}
         self._transfers: dict[str, Origin] = {}
 
@@ -127,9 +121,9 @@ class Origins:
 
     def _outside(self, computation: str) -> tuple[str, Instruction] | None:
         """Returns where the one fusion or asynchronous call stands that runs a computation."""
-        callers = self._callers.get(computation, [])
+        callers = self._module.callers.get(computation, [])
         is_one = len(callers) == 1 and callers[0][1].opcode in WRAPPERS
-        return callers[0] if is_one else None
+        return callers[0][:2] if is_one else None
 
     def _behind(self, collective: Collective) -> list[Written]:
         """Returns what a nameless operation can be of the program before compilation."""

@@ -12,22 +12,25 @@ import jax.numpy as jnp
 from xcoll import accounting
 from xcoll.algorithms import native
 from xcoll.hlo.written import Written, WrittenProgram
+from xcoll.names import COLLECTIVE_OF
 from xcoll.pieces import HLO_KIND
 from xcoll.plan import Request, Span, Stage
 from xcoll.report import Report, Site
 from xcoll.rewrite import INNER_REGION
 
-# What jax.lax's collectives are called in schedules.
-_COLLECTIVES = {
-    "psum": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "psum_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "all_to_all": "all_to_all",
-    "ppermute": "permute",
-    "pbroadcast": "broadcast",
-}
+_PLANNED = frozenset(
+    {
+        "psum",
+        "pmax",
+        "pmin",
+        "psum_scatter",
+        "all_gather",
+        "all_to_all",
+        "ppermute",
+        "pbroadcast",
+    }
+)
+"""Kept sites whose operations are those of XLA's own collective."""
 _OTHERS = {"ragged_all_to_all": "ragged-all-to-all", "psend": "send", "precv": "recv"}
 
 
@@ -152,13 +155,13 @@ def _operations(
         yield _kind(site), axes, site.num_bytes // pieces, pieces
     elif site.collective == "barrier":
         yield _kind(site), site.axes, 4, 1
-    elif site.collective not in _COLLECTIVES or site.dtype.startswith("key<"):
+    elif site.collective not in _PLANNED or site.dtype.startswith("key<"):
         yield _kind(site), site.axes, site.num_bytes, 1
     else:
         axes = tuple(axis for axis in site.axes if axis in axis_sizes)
         itemsize = jnp.dtype(site.dtype).itemsize
         request = Request(
-            collective=_COLLECTIVES[site.collective],
+            collective=COLLECTIVE_OF[site.collective],
             op="none",
             axes=axes,
             axis_sizes=tuple(axis_sizes[a] for a in axes),
@@ -177,4 +180,4 @@ def _kind(site: Site) -> str:
         return HLO_KIND["all_reduce"]
     if site.collective in _OTHERS:
         return _OTHERS[site.collective]
-    return HLO_KIND[_COLLECTIVES[site.collective]]
+    return HLO_KIND[COLLECTIVE_OF[site.collective]]

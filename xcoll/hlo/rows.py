@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MADE_BY = ("user", "differentiation", "partitioner", "xcoll", "unknown")
@@ -72,6 +73,16 @@ class Row:
     def runs(self) -> int:
         """Executions that totals count: once, where the number is not known."""
         return 1 if self.executions is None else self.executions
+
+
+def total_s(times: Iterable[tuple[float | None, int]]) -> float | None:
+    """Returns the sum of times, each so many times; None where one that counts is not known."""
+    total = 0.0
+    for time_s, runs in times:
+        if time_s is None and runs:
+            return None
+        total += (time_s or 0.0) * runs
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 from xcoll.hlo.findings import Findings
 from xcoll.hlo.rows import Row
 from xcoll.printing import plain_table
-from xcoll.units import readable_bytes, readable_time
+from xcoll.units import readable_bytes, readable_seconds
 
 _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("collective", "left"),
@@ -59,7 +59,7 @@ def show(audit: Findings, width: int) -> Any:
     if audit.advice:
         parts.append("")
     for advice in audit.advice:
-        saves = f" (saves {_time(advice.saves_s)} a run)" if advice.saves_s else ""
+        saves = f" (saves {readable_seconds(advice.saves_s)} a run)" if advice.saves_s else ""
         parts.append(Text(f"{advice.kind}{saves}:", style="bold"))
         parts.append(Padding(Text(advice.text), (0, 0, 0, 2)))
     return Group(*parts)
@@ -98,8 +98,8 @@ def _cells(rows: list[Row]) -> Iterator[str]:
         yield "\n".join(_sent(first)) or ("the host" if _is_host(first) else "-")
     runs = "?" if first.executions is None else str(first.executions)
     yield runs + ("\nin a branch" if first.conditional else "")
-    yield f"{_time(first.time_s)}\n{_time(first.bound_s)}"
-    exposed = _time(first.exposed_s)
+    yield f"{readable_seconds(first.time_s)}\n{readable_seconds(first.bound_s)}"
+    exposed = readable_seconds(first.exposed_s)
     yield exposed + ("\nasync" if first.is_async else "")
     yield f"{first.made_by}\n{_where(rows)}"
 
@@ -148,7 +148,7 @@ def _totals(audit: Findings) -> Iterator[str]:
     exposed = _at_least(audit.exposed_s, [(r.exposed_s, r.runs) for r in audit.rows])
     share = "" if audit.exposed_share is None else f", {audit.exposed_share:.0%} of the step"
     yield (
-        f"compute {_time(audit.compute_s)}, communication {communication}, of it exposed"
+        f"compute {readable_seconds(audit.compute_s)}, communication {communication}, of it exposed"
         f" {exposed}{share}"
     )
     yield f"  compute: {audit.compute_source}"
@@ -184,8 +184,6 @@ def _indented(line: str) -> Any:
 def _at_least(total_s: float | None, parts: list[tuple[float | None, int]]) -> str:
     """Returns a total; where not all of it is known, the sum of what is."""
     known_s = sum(time_s * runs for time_s, runs in parts if time_s is not None)
-    return f"at least {_time(known_s)}" if total_s is None and known_s else _time(total_s)
-
-
-def _time(time_s: float | None) -> str:
-    return readable_time(None if time_s is None else round(time_s * 1e12))
+    if total_s is None and known_s:
+        return f"at least {readable_seconds(known_s)}"
+    return readable_seconds(total_s)

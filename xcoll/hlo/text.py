@@ -99,6 +99,21 @@ class Module:
     entry: str
 
     @cached_property
+    def callers(self) -> dict[str, list[tuple[str, Instruction, str]]]:
+        """Where each computation is called: computation, instruction, attribute.
+
+        An update or a done names again what its start has called, and is left out.
+        """
+        found: dict[str, list[tuple[str, Instruction, str]]] = {}
+        for computation in self.computations.values():
+            for i in computation.instructions.values():
+                if i.opcode.endswith(("-update", "-done")):
+                    continue
+                for key, callee in i.calls():
+                    found.setdefault(callee, []).append((computation.name, i, key))
+        return found
+
+    @cached_property
     def num_devices(self) -> int:
         """Number of devices that its replica groups number; of one slice on several TPU slices."""
         sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)

@@ -10,13 +10,12 @@ from xcoll.hlo.rows import Event, Row
 from xcoll.hlo.spans import Span
 from xcoll.hlo.text import WRAPPERS, Computation, Instruction, Module
 from xcoll.hlo.work import Compute
-from xcoll.units import readable_time
+from xcoll.units import readable_seconds
 
 COMPUTE = "compute"
 LOOPS = "loops and branches"
 
 _CALLERS = ("call", "while", "conditional", *WRAPPERS)
-_PS = 1e-12
 
 
 @dataclass
@@ -183,7 +182,7 @@ class Walk:
             computing_s = max(0.0, duration_s - first_s)
             rest_s = computing_s + (trips - 1) * waited_s
             name = f"{i.name}: iterations 2..{trips}, alike"
-            note = f"of it {readable_time(round(computing_s / _PS))} computation"
+            note = f"of it {readable_seconds(computing_s)} computation"
             clock.add(LOOPS, name, clock.now_s, rest_s, None, note)
             clock.now_s += rest_s
             clock.computed_s += computing_s
@@ -222,17 +221,12 @@ def track_of(row: Row) -> str:
 
 def _leading_to(module: Module, names: Iterable[str]) -> frozenset[str]:
     """Returns these computations and all that call them, however far."""
-    callers: dict[str, list[str]] = {}
-    for computation in module.computations.values():
-        for i in computation.instructions.values():
-            if i.opcode in _CALLERS:
-                for _, callee in i.calls():
-                    callers.setdefault(callee, []).append(computation.name)
     found: set[str] = set()
     frontier = list(names)
     while frontier:
         name = frontier.pop()
         if name not in found:
             found.add(name)
-            frontier += callers.get(name, [])
+            callers = module.callers.get(name, [])
+            frontier += [caller for caller, i, _ in callers if i.opcode in _CALLERS]
     return frozenset(found)

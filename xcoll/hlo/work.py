@@ -13,7 +13,7 @@ from xcoll.hlo.products import products
 from xcoll.hlo.reader import KINDS
 from xcoll.hlo.text import Instruction, Module, num_bytes, shapes
 from xcoll.hlo.touched import Touched
-from xcoll.units import readable_time
+from xcoll.units import readable_seconds
 
 # Nothing is computed, or what is costs where its result is used (a prefetch runs beside the rest).
 _FREE = (
@@ -222,7 +222,7 @@ def compute_of(
 def _time(time_s: float) -> str:
     """Returns an estimate as people read it; one that is no time, as it is."""
     is_time = 0 <= time_s < math.inf
-    return readable_time(round(time_s * 1e12)) if is_time else f"{time_s:.3g} s"
+    return readable_seconds(time_s) if is_time else f"{time_s:.3g} s"
 
 
 def _is_free(i: Instruction) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from xcoll.hlo.advising.flow import Flow
 from xcoll.hlo.advising.requests import operation
 from xcoll.hlo.advising.sources import leaves
-from xcoll.hlo.advising.words import named, places, seconds
+from xcoll.hlo.advising.words import named, places
 from xcoll.hlo.loops import trip_count
-from xcoll.hlo.rows import Advice, Row
+from xcoll.hlo.rows import Advice, Row, total_s
 from xcoll.hlo.text import Instruction
 
 _SAME = ("bitcast", "copy", "get-tuple-element", "reshape")
@@ -29,7 +29,7 @@ def accumulated_sums(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
     for (_, trips), found in loops.items():
         saves_s = None
         if trips is not None:
-            saves_s = seconds((row.exposed_s, row.runs - row.runs // trips) for row in found)
+            saves_s = total_s((row.exposed_s, row.runs - row.runs // trips) for row in found)
         how_often = "in every iteration" if trips is None else f"{trips} times"
         yield Advice(
             kind="sum-in-loop",

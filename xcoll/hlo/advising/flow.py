@@ -43,9 +43,6 @@ class Flow:
 
     Args:
       module: the program.
-
-    Attributes:
-      callers: where each computation is called: computation, instruction, attribute.
     """
 
     def __init__(self, module: Module):
@@ -53,15 +50,6 @@ class Flow:
         self._users: dict[str, dict[str, list[Instruction]]] = {}
         self._orders: dict[str, dict[str, int]] = {}
         self._only: dict[tuple[str, bool], bool] = {}
-        self.callers: dict[str, list[tuple[str, Instruction, str]]] = {}
-        for computation in module.computations.values():
-            for i in computation.instructions.values():
-                # Most call nothing, and reading the attributes of all of them takes long.
-                if "=%" in i.attributes or "={%" in i.attributes:
-                    if i.opcode.endswith(("-update", "-done")):
-                        continue  # they name again what their start has called
-                    for key, callee in i.calls():
-                        self.callers.setdefault(callee, []).append((computation.name, i, key))
 
     def users(self, computation: str, name: str) -> list[Instruction]:
         """Returns the instructions that have ``name`` as an operand."""
@@ -79,7 +67,7 @@ class Flow:
 
     def fusion(self, computation: str) -> tuple[str, str] | None:
         """Returns where the one fusion stands that calls a computation, and its name."""
-        sites = self.callers.get(computation, [])
+        sites = self.module.callers.get(computation, [])
         if len(sites) != 1 or sites[0][1].opcode != "fusion":
             return None
         return sites[0][0], sites[0][1].name
@@ -151,7 +139,7 @@ class Flow:
 
     def loop(self, body: str) -> tuple[str, Instruction] | None:
         """Returns the one loop that a computation is the body of, and where that stands."""
-        sites = self.callers.get(body, [])
+        sites = self.module.callers.get(body, [])
         if len(sites) != 1 or sites[0][2] != "body":
             return None
         return sites[0][0], sites[0][1]

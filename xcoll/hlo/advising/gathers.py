@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from xcoll.hlo.advising.flow import Flow
 from xcoll.hlo.advising.sources import origin
-from xcoll.hlo.advising.words import listed, places, seconds
-from xcoll.hlo.rows import Advice, Row
+from xcoll.hlo.advising.words import listed, places
+from xcoll.hlo.rows import Advice, Row, total_s
 from xcoll.units import readable_bytes
 
 
@@ -35,7 +35,7 @@ def repeated_gathers(flow: Flow, rows: Sequence[Row]) -> Iterator[Advice]:
         saves_s = None
         if repeats is not None:
             once = [(row, row.runs - row.runs // repeats) for row in found_rows]
-            saves_s = seconds((row.exposed_s, runs) for row, runs in once)
+            saves_s = total_s((row.exposed_s, runs) for row, runs in once)
         how_often = "in every iteration" if repeats is None else f"{repeats} times"
         yield Advice(
             kind="gather-in-loop",

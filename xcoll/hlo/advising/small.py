@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from xcoll.hlo.advising.requests import operation, request_of
-from xcoll.hlo.advising.words import named, places, seconds
+from xcoll.hlo.advising.words import named, places
 from xcoll.hlo.reader import Collective
-from xcoll.hlo.rows import Advice, Row
+from xcoll.hlo.rows import Advice, Row, total_s
 from xcoll.hlo.text import Computation, Module
 from xcoll.planner import plan
 from xcoll.policy import Policy
@@ -67,7 +67,7 @@ def _advice(
     request = request_of(module, rows, topology, axis_sizes)
     one_ps = None if request is None else plan(request, topology, _NATIVE).native_time_ps
     runs = rows[0].runs
-    now_s = seconds((row.exposed_s, runs) for row in rows)
+    now_s = total_s((row.exposed_s, runs) for row in rows)
     saves_s, times = None, ""
     if one_ps is not None and now_s is not None:
         saves_s = max(0.0, now_s - one_ps * _PS * runs)

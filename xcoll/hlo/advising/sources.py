@@ -43,7 +43,7 @@ def origin(flow: Flow, computation: str, name: str) -> Origin | None:
     loop, is_equal = "", True
     while computation != flow.module.entry:
         parts = leaves(flow, computation, names)
-        site = flow.callers.get(computation, [])
+        site = flow.module.callers.get(computation, [])
         if not parts or len(site) != 1:
             return None
         ((caller, i, key),) = site
@@ -167,4 +167,4 @@ def _started(flow: Flow, caller: str, loop: Instruction) -> tuple[str, ...] | No
 
 def argument(parameter: Instruction) -> str:
     """Returns how JAX names an argument of the program (``"params['w1']"``), or its name in it."""
-    return parameter.op_name.replace("\\'", "'") or parameter.name
+    return parameter.op_name or parameter.name

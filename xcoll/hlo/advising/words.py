@@ -35,13 +35,3 @@ def places(rows: Sequence[Row]) -> str:
     """Returns the lines of rows in brackets, after a space; empty where none is known."""
     found = listed(os.path.basename(row.source) for row in rows if row.source is not None)
     return f" ({found})" if found else ""
-
-
-def seconds(times: Iterable[tuple[float | None, int]]) -> float | None:
-    """Returns the sum of times, each so many times; None where one is not known."""
-    total = 0.0
-    for time_s, runs in times:
-        if time_s is None:
-            return None
-        total += time_s * runs
-    return total
