@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "units", "printing", "_compat"),
-    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware"),
+    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware", "hosts"),
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
