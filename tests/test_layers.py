@@ -54,6 +54,7 @@ LAYERS = (
         "aot",
         "mesh_report",
         "mesh_analysis",
+        "waits",
         "agreement",
     ),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),

@@ -46,6 +46,26 @@ def key_value_client() -> Any | None:
     return distributed.global_state.client
 
 
+def key_value_wait(client: Any, place: str, timeout_s: float) -> str | None:
+    """Returns the text at a place of the key-value store, or None if it is not there in time."""
+    try:
+        return str(client.blocking_key_value_get(place, int(1000 * timeout_s)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def key_value_look(client: Any, place: str) -> str | None:
+    """Returns the text at a place of the key-value store, or None if there is none now."""
+    try:
+        return str(client.key_value_try_get(place))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
 def distributed_parameters(
     coordinator_address: str | None,
     num_processes: int | None,

@@ -13,15 +13,17 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from xcoll import _compat
 from xcoll.errors import PlanMismatchError, XcollWarning
+from xcoll.hosts.run import check_hosts
+from xcoll.waits import Waits
 
 _PREFIX = "xcoll/agreement"
 _SUMMARY_LENGTH = 4000
+_LOOK_S = 1.0
 
 _lock = threading.Lock()
 _rounds: Counter[str] = Counter()
@@ -70,7 +72,9 @@ def agree(
       timeout_s: seconds to wait, for all other processes together.
 
     Raises:
-      PlanMismatchError: the fingerprints differ; on every process, naming them all.
+      PlanMismatchError: the fingerprints differ, or another process waits for this one at another
+        program; on every process, naming them all.
+      HostLostError: a process is lost (`xcoll.initialize`).
       TimeoutError: a process has not come here in time; the message says which.
 
     Warns:
@@ -99,34 +103,32 @@ def agree(
 
     said = {here: (fingerprint, summary[:_SUMMARY_LENGTH])}
     client.key_value_set(place(here, number), json.dumps(said[here]), allow_overwrite=True)
+    waits = Waits(client, here, key, said[here][1], process_ids)
     deadline = time.monotonic() + timeout_s
     for other in others:
-        text = _wait(client, place(other, number), deadline)
-        if text is not None:
-            said[other] = tuple(json.loads(text))
+        while other not in said:
+            # At least a moment, to find what is there although an earlier wait used up the time.
+            left_s = max(deadline - time.monotonic(), 0.01)
+            text = _compat.key_value_wait(client, place(other, number), min(left_s, _LOOK_S))
+            if text is not None:
+                said[other] = tuple(json.loads(text))
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                check_hosts()
+                waits.check(other)
     if missing := [other for other in others if other not in said]:
         raise TimeoutError(
             f"agree({key!r}): process {here} waited {timeout_s:g} s, and {_named(missing)} did not"
             f" answer. Either {'it has' if len(missing) == 1 else 'they have'} stopped or not got"
             " to this program yet (give more time), or not all processes run the same program"
         )
+    waits.over()
     if number > 1:
         # All have come to this round, so that all are done with the last one.
         client.key_value_delete(place(here, number - 1))
     if len({print_ for print_, _ in said.values()}) > 1:
         raise PlanMismatchError(_mismatch(key, here, said))
-
-
-def _wait(client: Any, place: str, deadline: float) -> str | None:
-    """Returns the text at ``place``, or None if it is not there by the deadline."""
-    # At least a moment, to find what is there although an earlier wait has used up the time.
-    left_ms = max(int(1000 * (deadline - time.monotonic())), 10)
-    try:
-        return str(client.blocking_key_value_get(place, left_ms))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
-        raise
 
 
 def _mismatch(key: str, here: int, said: dict[int, tuple[str, str]]) -> str:

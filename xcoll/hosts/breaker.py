@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from xcoll import _compat
@@ -15,6 +16,7 @@ from xcoll.hosts.gloo import break_connections
 _LOOK_S = 0.5
 _LOOK_SELDOM_S = 30.0
 _LOOKS_UNCHANGED = 10
+_LAST_LOOK_S = 0.5
 _AGAIN_S = 0.2
 EXIT_CODE = 70
 
@@ -25,46 +27,69 @@ class Breaker:
     Args:
       client: jax's key-value store.
       stuck_s: a process that is still in one and the same call so long after the loss is ended.
+
+    Attributes:
+      guarded: the thread that is to come out, by its identifier; None: none has to.
     """
 
     def __init__(self, client: Any, stuck_s: float) -> None:
         self.guarded: int | None = None
         self._client = client
         self._stuck_s = stuck_s
-        self._addresses = b""
+        self._addresses = self._before = b""
         self._stop = threading.Event()
-        self._lost: str | None = None
-        threading.Thread(target=self._learn, name="xcoll-gloo", daemon=True).start()
+        self._learner = threading.Thread(target=self._learn, name="xcoll-gloo", daemon=True)
+        self._learner.start()
 
-    def lost(self, message: str) -> None:
-        """Begins to break connections, until `close`."""
-        self._lost = message
-        threading.Thread(target=self._break, name="xcoll-break", daemon=True).start()
+    def lost(self, message: str, then: Callable[[], None]) -> None:
+        """Begins to break connections, until `close`.
+
+        Args:
+          message: what is printed if this process has to be ended.
+          then: called after a last look at the store, once that does not answer.
+        """
+        work = threading.Thread(
+            target=self._break, args=(message, then), name="xcoll-break", daemon=True
+        )
+        work.start()
 
     def close(self) -> None:
         """Stops."""
         self._stop.set()
+        # It should not be inside the client when Python ends; it may hang there for good.
+        self._learner.join(_LAST_LOOK_S)
 
     def _learn(self) -> None:
         unchanged = 0
-        while not self._stop.is_set() and self._lost is None:
-            try:
-                found = _compat.gloo_addresses(self._client)
-            except Exception:  # the store has gone: the watch knows more
-                return
-            unchanged = unchanged + 1 if found and found == self._addresses else 0
-            self._addresses = found or self._addresses
-            self._stop.wait(_LOOK_SELDOM_S if unchanged > _LOOKS_UNCHANGED else _LOOK_S)
+        while not self._stop.is_set() and self._look():
+            unchanged = unchanged + 1 if self._addresses == self._before else 0
+            self._before = self._addresses
+            seldom = self._addresses and unchanged > _LOOKS_UNCHANGED
+            self._stop.wait(_LOOK_SELDOM_S if seldom else _LOOK_S)
 
-    def _break(self) -> None:
-        place, since = self._place(), time.monotonic()
+    def _look(self) -> bool:
+        try:
+            self._addresses = _compat.gloo_addresses(self._client) or self._addresses
+        except Exception:  # the store has gone: the watch knows more
+            return False
+        return True
+
+    def _break(self, message: str, then: Callable[[], None]) -> None:
+        last_look = threading.Thread(target=self._look, name="xcoll-gloo", daemon=True)
+        last_look.start()
+        start = time.monotonic()
+        place, since, done = self._place(), start, False
         while not self._stop.is_set():
             if self._addresses:
                 break_connections(self._addresses)
+            if not done and (not last_look.is_alive() or time.monotonic() - start > _LAST_LOOK_S):
+                done = True
+                then()
+                continue  # with what the store still knew
             if (now := self._place()) != place:
                 place, since = now, time.monotonic()
             if self.guarded is not None and time.monotonic() - since > self._stuck_s:
-                self._end()
+                self._end(message)
             self._stop.wait(_AGAIN_S)
 
     def _place(self) -> object:
@@ -72,9 +97,9 @@ class Breaker:
         frame = sys._current_frames().get(self.guarded or 0)
         return (id(frame), frame.f_lasti) if frame else None
 
-    def _end(self) -> None:
+    def _end(self, message: str) -> None:
         print(
-            f"xcoll: {self._lost}\nxcoll: this process has been in one call for {self._stuck_s:g} s"
+            f"xcoll: {message}\nxcoll: this process has been in one call for {self._stuck_s:g} s"
             f" since then and can't be brought out of it: it is ended with exit code {EXIT_CODE}",
             file=sys.stderr,
             flush=True,

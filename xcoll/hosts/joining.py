@@ -25,7 +25,7 @@ def join(
     Args:
       me: this process.
       coordinator: address and port of process 0.
-      timeout_s: how long process 0 is looked for. Once found, it says how long is waited for others.
+      timeout_s: how long process 0 is looked for; once found, it bounds the wait for others.
       silence_s: how long process 0 may say nothing.
 
     Raises:

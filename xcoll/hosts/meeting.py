@@ -22,13 +22,13 @@ _SETTLE_S = 1.0
 _STATUS_S = 0.5
 
 
-def take_port(host: str, port: int) -> socket.socket:
-    """Listens on the coordinator's port.
+def take_port(host: str, port: int, timeout_s: float = BUSY_S) -> socket.socket:
+    """Listens on the coordinator's port; waits so long if another program still has it.
 
     Raises:
       StartError: another program has it, or this host may not.
     """
-    deadline = time.monotonic() + BUSY_S
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return listen(host, port)
@@ -158,5 +158,3 @@ class Meeting:
                 line.wait(0.1)
             line.close()
         self._selector.close()
-
-

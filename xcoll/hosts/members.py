@@ -13,6 +13,14 @@ PROTOCOL = 1
 """Of the messages between processes; another number is another version of this package."""
 
 _PACKAGES = ("jax", "jaxlib", "jax-xcoll")
+_KINDS = {
+    "process_id": int,
+    "num_processes": int,
+    "host": str,
+    "address": str,
+    "pid": int,
+    "versions": str,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +70,10 @@ def read_member(message: dict[str, Any], address: str = "") -> Member | None:
       message: as `Member.message` makes it.
       address: where it came from, in place of what it says.
     """
-    kinds = {"process_id": int, "num_processes": int, "host": str, "address": str, "pid": int,
-             "versions": str}  # fmt: skip
-    fields = {name: message.get(name) for name in kinds}
+    fields: dict[str, Any] = {name: message.get(name) for name in _KINDS}
     if message.get("xcoll") != PROTOCOL:
         return None
-    if any(type(value) is not kinds[name] for name, value in fields.items()):
+    if any(type(value) is not _KINDS[name] for name, value in fields.items()):
         return None
     return Member(**(fields | ({"address": address} if address else {})))
 

@@ -30,6 +30,15 @@ _OF_THE_NETWORK = (
 )  # fmt: skip
 
 
+_current: Hosts | None = None
+
+
+def check_hosts() -> None:
+    """Raises a `HostLostError` if this is a watched run and a process of it is lost."""
+    if _current is not None:
+        _current.check()
+
+
 class Hosts:
     """The processes of a run, from `xcoll.initialize` to the end of the ``with`` block.
 
@@ -58,6 +67,8 @@ class Hosts:
             me, lines, silence_s=bounds.heartbeat_timeout_seconds, on_loss=self._on_loss
         )
         self._pid = os.getpid()
+        global _current
+        _current = self
         self._watch.start()
         atexit.register(self._at_exit)
 
@@ -69,7 +80,7 @@ class Hosts:
         Raises:
           HostLostError: a process is lost.
         """
-        if error := self._error():
+        if self._watch.verdict is not None and (error := self._error()):
             raise error
 
     @contextlib.contextmanager
@@ -154,16 +165,18 @@ class Hosts:
         self._close()
 
     def _close(self) -> None:
-        self._open = False
+        global _current
+        self._open, _current = False, None
         if self._breaker:
             self._breaker.close()
         self._watch.close()
 
     def _on_loss(self) -> None:
-        if self._relay:
-            self._relay.freeze()
+        freeze = self._relay.freeze if self._relay else lambda: None
         if self._breaker:
-            self._breaker.lost(str(self._error()))
+            self._breaker.lost(str(self._error()), freeze)
+        else:
+            freeze()
 
     def _error(self) -> HostLostError | None:
         verdict = self._watch.verdict
@@ -171,10 +184,11 @@ class Hosts:
             return None
         ids = tuple(verdict.reasons)
         said = "; ".join(f"{self.members[i]}: {reason}" for i, reason in verdict.reasons.items())
+        alone = " Or this host itself is cut off: it hears nobody." if verdict.alone else ""
         return HostLostError(
             f"{named(ids)} of {len(self.members)} {'are' if len(ids) > 1 else 'is'} lost. {said}."
-            f" (Seen by {self._me}.) The step that ran is lost in all processes, which all end."
-            " Start them again, from the last checkpoint",
+            f"{alone} (Seen by {self._me}.) The step that ran is lost in all processes, which all"
+            " end. Start them again, from the last checkpoint",
             process_ids=ids,
             hosts=tuple(self.members[i].host for i in ids),
         )

@@ -12,7 +12,7 @@ from xcoll.hosts import places
 from xcoll.hosts.bounds import JAX_HEARTBEAT_S, Bounds
 from xcoll.hosts.joining import join
 from xcoll.hosts.lines import Line
-from xcoll.hosts.meeting import Meeting, take_port
+from xcoll.hosts.meeting import BUSY_S, Meeting, take_port
 from xcoll.hosts.members import Member, this_process
 from xcoll.hosts.relay import Relay
 from xcoll.hosts.run import Hosts
@@ -46,8 +46,8 @@ def initialize(
       cluster_detection_method: as jax takes it.
       initialization_timeout: seconds for all processes to be there. One that comes late is waited
         for; one that does not come is named.
-      heartbeat_timeout_seconds: a process that says nothing for so many seconds is lost: stopped, or
-        cut off. One that ends is known at once.
+      heartbeat_timeout_seconds: a process that says nothing for so many seconds is lost: it is
+        stopped or cut off. One that ends is known at once.
       shutdown_timeout_seconds: seconds that the end of the ``with`` block waits for the others.
       coordinator_bind_address: where process 0 listens; all addresses of its host by default.
       collective_timeout_seconds: for one collective on CPU; more than the slowest takes, plus what
@@ -154,6 +154,7 @@ def _meet(
             silence_s=bounds.heartbeat_timeout_seconds,
         )
         return members, {0: line}
-    come = Meeting(me, take_port(*places.split(bind))).hold(bounds.initialization_timeout)
+    listener = take_port(*places.split(bind), min(BUSY_S, bounds.initialization_timeout))
+    come = Meeting(me, listener).hold(bounds.initialization_timeout)
     members = {0: me, **{i: member for i, (member, _) in sorted(come.items())}}
     return members, {i: line for i, (_, line) in come.items()}

@@ -11,12 +11,13 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from xcoll.hosts.lines import Line
 from xcoll.hosts.members import Member
 
+_TURN_S = 0.05
 _ENDED = (
     "its connection closed, so its process has ended (killed, out of memory or crashed: see the end"
     " of its own output)"
@@ -29,9 +30,11 @@ class Verdict:
 
     Attributes:
       reasons: what is known of each, by process id.
+      alone: nobody says anything any more, so that this host may be the one that is cut off.
     """
 
-    reasons: Mapping[int, str] = field(default_factory=dict)
+    reasons: Mapping[int, str]
+    alone: bool
 
 
 class Watch:
@@ -65,6 +68,8 @@ class Watch:
         self._done: set[int] = set()
         self._gone: set[int] = set()
         self._reasons: dict[int, str] = {}
+        self._heard = dict.fromkeys(lines, time.monotonic())
+        self._settled: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="xcoll-watch", daemon=True)
 
@@ -100,43 +105,45 @@ class Watch:
             self._thread.join(5.0)
 
     def _run(self) -> None:
-        last_beat = 0.0
-        settled: float | None = None
-        heard = dict.fromkeys(self._lines, time.monotonic())
-        turned = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for process_id, line in self._lines.items():
                 selector.register(line, selectors.EVENT_READ, process_id)
+            next_beat = turned = time.monotonic()
             while not self._closing.is_set():
-                ready = [key.data for key, _ in selector.select(min(self._interval_s, 0.05))]
+                ready = [key.data for key, _ in selector.select(_TURN_S)]
                 now = time.monotonic()
                 if now - turned > self._silence_s / 2:
                     # This process itself stood still: what others said meanwhile is still to read.
-                    heard = dict.fromkeys(heard, now)
+                    self._heard = dict.fromkeys(self._lines, now)
                 turned = now
                 for process_id in ready:
-                    heard[process_id] = now
+                    self._heard[process_id] = now
                     self._hear(process_id)
                     if self._lines[process_id].closed:
                         selector.unregister(self._lines[process_id])
                         self._ended(process_id)
-                for process_id, at in heard.items():
-                    if now - at > self._silence_s and process_id not in self._gone | self._done:
-                        self._lose(process_id, self._silent(process_id, now - at))
-                if self._reasons and settled is None:
-                    settled = now + (self._interval_s if self.me.process_id == 0 else 0.0)
-                if settled is not None and now >= settled and self.verdict is None:
-                    self._judge()
-                self._speak(beat=now - last_beat >= self._interval_s)
-                if now - last_beat >= self._interval_s:
-                    last_beat = now
-                if self.me.process_id == 0 and len(self._done) == self.me.num_processes:
-                    if not self.all_done.is_set():
-                        self._send(all_done=True)
-                        self.all_done.set()
+                self._look(now)
+                self._speak(beat=now >= next_beat)
+                if now >= next_beat:
+                    next_beat = now + self._interval_s
             self._speak(beat=False)
             for line in self._lines.values():
                 line.close()
+
+    def _look(self, now: float) -> None:
+        """Draws the conclusions."""
+        for process_id, at in self._heard.items():
+            if now - at > self._silence_s and process_id not in self._gone:
+                self._lose(process_id, self._silent(now - at))
+        if self._reasons and self.verdict is None:
+            # Process 0 waits a moment for others that are lost by the same cause.
+            self._settled = self._settled or now + (0 if self.me.process_id else self._interval_s)
+            if now >= self._settled:
+                self._judge()
+        everyone = self.me.process_id == 0 and len(self._done) == self.me.num_processes
+        if everyone and not self.all_done.is_set():
+            self._send(all_done=True)
+            self.all_done.set()
 
     def _speak(self, *, beat: bool) -> None:
         with self._lock:
@@ -172,11 +179,10 @@ class Watch:
             self._lose(process_id, _ENDED)
         self._gone.add(process_id)
 
-    def _silent(self, process_id: int, silent_s: float) -> str:
-        here = ", or this host itself is cut off" if process_id == 0 else ""
+    def _silent(self, silent_s: float) -> str:
         return (
-            f"it has said nothing for {silent_s:.1f} s: its process is stopped, its host is down or"
-            f" cut off from the network{here}"
+            f"it has said nothing for {silent_s:.1f} s, so its process is stopped, or its host is"
+            " down or cut off from the network"
         )
 
     def _lose(self, process_id: int, reason: str) -> None:
@@ -185,7 +191,10 @@ class Watch:
         self._gone.add(process_id)
 
     def _judge(self) -> None:
-        self.verdict = Verdict(reasons=dict(sorted(self._reasons.items())))
+        reasons = dict(sorted(self._reasons.items()))
+        silent_since = time.monotonic() - self._silence_s
+        alone = reasons.keys() >= self._lines.keys() and max(self._heard.values()) < silent_since
+        self.verdict = Verdict(reasons=reasons, alone=alone)
         if self.me.process_id == 0:
             self._send(lost={str(i): reason for i, reason in self.verdict.reasons.items()})
         self._on_loss()

@@ -1,0 +1,107 @@
+"""One process of a run in which something goes wrong; see test_faults.py.
+
+Its argument is JSON: what to do, by process id or for all. It prints lines of JSON: ``fault`` with
+the time at which it does wrong, ``result`` with how it ended.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+from jax import lax
+
+import xcoll
+
+HERE = os.environ["SLURM_PROCID"]
+ASKED = json.loads(sys.argv[1])
+AXES = ("host", "device")
+
+
+def mine(name, default=None):
+    """What is asked of this process: its own, or what is asked of all."""
+    value = ASKED.get(name, default)
+    own = isinstance(value, dict) and value and all(key.isdigit() for key in value)
+    return value.get(HERE, default) if own else value
+
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+
+def do(fault):
+    say(fault=time.monotonic())
+    if fault == "raises":
+        raise ValueError("the data ran out")
+    if fault == "cut":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    else:
+        os.kill(os.getpid(), getattr(signal, fault))
+
+
+def train(hosts):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), AXES)
+    values = np.arange(1024 * jax.device_count(), dtype=np.float32)
+    sharding = jax.NamedSharding(mesh, jax.P(AXES))
+    x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    fn = jax.shard_map(
+        lambda v: lax.psum(v, AXES), mesh=mesh, in_specs=jax.P(AXES), out_specs=jax.P()
+    )
+    policy = xcoll.Policy(algorithm=mine("algorithm")) if mine("algorithm") else None
+    step = jax.jit(xcoll.optimize(fn, policy=policy, topology=mine("topology")))
+    expected = values.reshape(jax.device_count(), -1).sum(0)
+    for number in range(mine("steps", 100_000)):
+        np.testing.assert_array_equal(step(x).addressable_shards[0].data, expected)
+        if number == 5 and mine("fault"):
+            do(mine("fault"))
+        time.sleep(0.02)
+
+
+def run():
+    time.sleep(mine("delay_s", 0))
+    if mine("plain"):
+        jax.distributed.initialize()
+        return train(None)
+    with xcoll.initialize(**mine("initialize", {})) as hosts:
+        members.update(hosts.members)
+        if mine("steps", 1):
+            train(hosts)
+
+
+def occupy():
+    """Another program, which has the coordinator's port and says nothing."""
+    server = socket.create_server(("", int(os.environ["JAX_COORDINATOR_ADDRESS"].split(":")[1])))
+    threading.Thread(target=lambda: [server.accept() for _ in range(99)], daemon=True).start()
+    return server
+
+
+members = {}
+held = occupy() if mine("occupied") else None
+start = time.monotonic()
+code = 0
+try:
+    if mine("neighbour"):  # packets to it go out and no answer comes, as through a firewall
+        subprocess.run(
+            ["ip", "neigh", "add", mine("neighbour"), "lladdr", "02:00:00:00:00:63", "dev", "eth0"],
+            check=True,
+        )
+    if not mine("absent"):
+        run()
+    result = ["ended", "", [], []]
+except Exception as error:
+    lost = list(getattr(error, "process_ids", ()))
+    result = [type(error).__name__, str(error), lost, list(getattr(error, "__notes__", ()))]
+    code = 3
+    if mine("wake"):
+        os.kill(members[mine("wake")].pid, signal.SIGCONT)
+    if mine("uncaught"):
+        raise
+finally:
+    say(result=result, at=time.monotonic(), after_s=time.monotonic() - start)
+sys.exit(code)
