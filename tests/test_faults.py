@@ -1,6 +1,7 @@
-"""A run in which a host is lost, late or wrong: a clear error in all processes, soon; none stays."""
+"""A host is lost, late or wrong: a clear error in all processes, soon; none stays."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def outcome(tmp_path, num_hosts, *options, network=(), **asked) -> Outcome:
     done = subprocess.run(
         [sys.executable, "-m", "bench.cluster", *arguments],
         cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=90,
@@ -82,6 +84,7 @@ def outcome(tmp_path, num_hosts, *options, network=(), **asked) -> Outcome:
         ("SIGTERM", 143, "its connection closed, so its process has ended"),
         ("raises", 3, "it stopped with ValueError: the data ran out"),
     ],
+    ids=["killed", "asked to end", "raises"],
 )
 def test_a_host_that_ends_is_named_at_once(tmp_path, fault, code, says, lost):
     if (fault, lost) == ("SIGTERM", 0):
