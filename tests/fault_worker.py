@@ -68,7 +68,7 @@ def run():
     if mine("plain"):
         jax.distributed.initialize()
         return train(None)
-    with xcoll.initialize(**mine("initialize", {})) as hosts:
+    with xcoll.initialize(**(ASKED["initialize"] | mine("own", {}))) as hosts:
         members.update(hosts.members)
         if mine("steps", 1):
             train(hosts)
@@ -98,7 +98,7 @@ except Exception as error:
     lost = list(getattr(error, "process_ids", ()))
     result = [type(error).__name__, str(error), lost, list(getattr(error, "__notes__", ()))]
     code = 3
-    if mine("wake"):
+    if mine("wake") is not None:
         os.kill(members[mine("wake")].pid, signal.SIGCONT)
     if mine("uncaught"):
         raise

@@ -151,7 +151,7 @@ def test_a_host_that_does_not_come_is_named_by_all(tmp_path):
 
 
 def test_a_wrong_number_of_hosts(tmp_path):
-    found = outcome(tmp_path, 2, initialize={"0": {"num_processes": 2}, "1": {"num_processes": 3}})
+    found = outcome(tmp_path, 2, own={"1": {"num_processes": 3}})
     said = [rf"process {i} \(host '[^']*'[^)]*, pid \d+\) says {2 + i}" for i in (0, 1)]
     all_say(found, "StartError", "the processes don't agree on num_processes")
     assert all(re.search("; ".join(said), found.results[host][1]) for host in (0, 1))
@@ -184,11 +184,13 @@ def test_a_coordinator_that_refuses(tmp_path):
 
 @needs_root
 def test_a_coordinator_that_does_not_answer(tmp_path):
-    address = {"coordinator_address": "10.77.0.99:8476", "initialization_timeout": 3}
     found = outcome(
-        tmp_path, 2, neighbour={"1": "10.77.0.99"}, initialize={"0": {"initialization_timeout": 3},
-        "1": address}, steps=0,
-    )  # fmt: skip
+        tmp_path,
+        2,
+        neighbour={"1": "10.77.0.99"},
+        own={"1": {"coordinator_address": "10.77.0.99:8476"}},
+        initialize={"initialization_timeout": 3},
+    )
     all_say(found, "StartError", "at 10.77.0.99:8476", "nothing answered at all", hosts=(1,))
     all_say(found, "StartError", "process 1 of 2 did not come within 3 s", hosts=(0,))
 

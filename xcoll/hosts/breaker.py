@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from xcoll import _compat
-from xcoll.hosts.gloo import break_connections
+from xcoll.hosts.gloo import break_connections, descriptors
 
-_LOOK_S = 0.5
-_LOOK_SELDOM_S = 30.0
-_LOOKS_UNCHANGED = 10
+_LOOK_S = 0.1
+_LOOK_SELDOM_S = 5.0
 _LAST_LOOK_S = 0.5
 _AGAIN_S = 0.2
 EXIT_CODE = 70
@@ -36,7 +35,7 @@ class Breaker:
         self.guarded: int | None = None
         self._client = client
         self._stuck_s = stuck_s
-        self._addresses = self._before = b""
+        self._addresses = b""
         self._stop = threading.Event()
         self._learner = threading.Thread(target=self._learn, name="xcoll-gloo", daemon=True)
         self._learner.start()
@@ -60,12 +59,17 @@ class Breaker:
         self._learner.join(_LAST_LOOK_S)
 
     def _learn(self) -> None:
-        unchanged = 0
-        while not self._stop.is_set() and self._look():
-            unchanged = unchanged + 1 if self._addresses == self._before else 0
-            self._before = self._addresses
-            seldom = self._addresses and unchanged > _LOOKS_UNCHANGED
-            self._stop.wait(_LOOK_SELDOM_S if seldom else _LOOK_S)
+        seen: object = None
+        next_look = 0.0
+        while not self._stop.wait(_LOOK_S):
+            # New connections are new descriptors: the store is asked only when there are some.
+            now = descriptors()
+            if now != seen and time.monotonic() >= next_look:
+                seen, before = now, self._addresses
+                if not self._look():
+                    return
+                known = bool(before) and before == self._addresses
+                next_look = time.monotonic() + (_LOOK_SELDOM_S if known else 0.0)
 
     def _look(self) -> bool:
         try:

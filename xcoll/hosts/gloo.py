@@ -36,6 +36,12 @@ def break_connections(addresses: bytes) -> int:
     return broken
 
 
+def descriptors() -> list[str]:
+    """Returns the numbers of this process's descriptors, where the system tells them."""
+    place = next((place for place in _DESCRIPTORS if os.path.isdir(place)), None)
+    return sorted(os.listdir(place)) if place else []
+
+
 def _kernel_form(family: int, end: tuple[str, int]) -> bytes:
     """Returns family, port and address as they stand in C's ``sockaddr``."""
     port = struct.pack("!H", end[1])
@@ -46,8 +52,7 @@ def _kernel_form(family: int, end: tuple[str, int]) -> bytes:
 
 def _sockets() -> Iterator[socket.socket]:
     """Yields copies of this process's TCP sockets."""
-    place = next((place for place in _DESCRIPTORS if os.path.isdir(place)), None)
-    for name in os.listdir(place) if place else ():
+    for name in descriptors():
         with contextlib.suppress(OSError, ValueError):
             number = int(name)
             if not stat.S_ISSOCK(os.fstat(number).st_mode):

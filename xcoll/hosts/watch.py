@@ -22,6 +22,9 @@ _ENDED = (
     "its connection closed, so its process has ended (killed, out of memory or crashed: see the end"
     " of its own output)"
 )
+_TAKEN_FOR_LOST = (
+    "it took this process for lost, and left: this process was stopped or cut off for too long"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,9 @@ class Watch:
             if "failed" in message:
                 self._lose(process_id, str(message["failed"]))
             elif "left" in message:
+                # Who leaves so has lost somebody: if nobody is known here, it was this process.
+                if not self._reasons:
+                    self._lose(process_id, _TAKEN_FOR_LOST)
                 self._gone.add(process_id)
             elif "done" in message:
                 with self._lock:
@@ -171,7 +177,8 @@ class Watch:
                 self.all_done.set()
             elif "lost" in message:
                 for other, reason in message["lost"].items():
-                    self._lose(int(other), reason)
+                    mine = int(other) == self.me.process_id
+                    self._lose(0 if mine else int(other), _TAKEN_FOR_LOST if mine else reason)
 
     def _ended(self, process_id: int) -> None:
         finished = self.all_done.is_set() or self._closing.is_set()
@@ -186,7 +193,7 @@ class Watch:
         )
 
     def _lose(self, process_id: int, reason: str) -> None:
-        if self.verdict is None and process_id != self.me.process_id:
+        if self.verdict is None:
             self._reasons.setdefault(process_id, reason)
         self._gone.add(process_id)
 
