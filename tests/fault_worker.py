@@ -47,7 +47,7 @@ def do(fault):
 
 def train(hosts):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), AXES)
-    values = np.arange(1024 * jax.device_count(), dtype=np.float32)
+    values = np.arange(mine("elements", 1024) * jax.device_count(), dtype=np.float32)
     sharding = jax.NamedSharding(mesh, jax.P(AXES))
     x = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
     fn = jax.shard_map(
@@ -60,7 +60,7 @@ def train(hosts):
         np.testing.assert_array_equal(step(x).addressable_shards[0].data, expected)
         if number == 5 and mine("fault"):
             do(mine("fault"))
-        time.sleep(0.02)
+        time.sleep(mine("pause_s", 0.02) if number else 0.02)
 
 
 def run():
@@ -68,8 +68,12 @@ def run():
     if mine("plain"):
         jax.distributed.initialize()
         return train(None)
+    if mine("when") == "jax starts":
+        jax.distributed.initialize = lambda **_: do(mine("fault"))
     with xcoll.initialize(**(ASKED["initialize"] | mine("own", {}))) as hosts:
         members.update(hosts.members)
+        if mine("when") == "no step was made":
+            do(mine("fault"))
         if mine("steps", 1):
             train(hosts)
 

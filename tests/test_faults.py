@@ -100,6 +100,24 @@ def test_a_host_that_ends_is_named_at_once(tmp_path, fault, code, says, lost):
     assert found.exit_code(lost) == code
 
 
+@pytest.mark.parametrize(("lost", "when"), [(1, "jax starts"), (0, "no step was made")])
+def test_a_host_that_ends_while_the_run_starts_is_named(tmp_path, lost, when):
+    found = outcome(tmp_path, 2, fault={str(lost): "SIGKILL"}, when={str(lost): when})
+    kind, message, process_ids, _ = found.results[1 - lost]
+    assert (kind, process_ids) == ("HostLostError", [lost]), message
+    assert found.times_s[1 - lost] < SOON_S
+    assert found.exit_code(1 - lost) == 3
+
+
+def test_a_process_that_stays_in_a_call_is_ended(tmp_path):
+    """The one of two that sleeps can't be brought out of that; with a loss it is of no use."""
+    bounds = {"stuck_timeout_seconds": 2}
+    found = outcome(tmp_path, 2, fault={"0": "raises"}, pause_s={"1": 1000}, initialize=bounds)
+    assert found.exit_code(1) == 70 and 1 not in found.results
+    assert "process 0 of 2 is lost" in found.launcher
+    assert "in one call for 2 s since then" in found.launcher
+
+
 @pytest.mark.parametrize("lost", [1, 0])
 def test_a_stopped_host_is_named_and_ends_when_it_goes_on(tmp_path, lost):
     found = outcome(tmp_path, 2, fault={str(lost): "SIGSTOP"}, wake={str(1 - lost): lost})
@@ -204,6 +222,17 @@ UNLIKE = {
         "algorithm": "ring",
     },
 }
+
+
+def test_hosts_with_different_programs(tmp_path):
+    found = outcome(tmp_path, 2, elements={"0": 1024, "1": 2048}, algorithm="ring")
+    for host in (0, 1):
+        kind, message, *_ = found.results[host]
+        assert kind == "PlanMismatchError", found.launcher
+        assert f"process {host} has come to a program that process {1 - host} has not" in message
+        assert "4 KiB" in message and "8 KiB" in message  # the two operands
+        assert found.times_s[host] < SOON_S
+        assert found.exit_code(host) == 3
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["xcoll.initialize", "jax.distributed"])

@@ -10,8 +10,8 @@ import jax
 
 _COLLECTIVE_FLAG = "--xla_cpu_collective_timeout_seconds"
 _PREEMPTION = "JAX_ENABLE_PREEMPTION_SERVICE"
-JAX_HEARTBEAT_S = 3600
-"""Of jax itself, whose heartbeat ends a process with no way to catch that: the watch is sooner."""
+JAX_TIMEOUT_S = 3600
+"""Of jax itself, which ends a process after it with no way to catch that: the watch is sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)

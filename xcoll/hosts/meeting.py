@@ -101,6 +101,8 @@ class Meeting:
             raise
         self._selector.close()
         self.listener.close()
+        for stranger in self._unknown:
+            stranger.close()
         everyone = [self.me, *self.here.values()]
         self._tell(go=[member.message() for member in everyone])
         return {member.process_id: (member, line) for line, member in self.here.items()}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 import jax
@@ -33,16 +34,23 @@ _OF_THE_NETWORK = (
 _current: Hosts | None = None
 
 
-def check_hosts() -> None:
-    """Raises a `HostLostError` if this is a watched run and a process of it is lost."""
-    if _current is not None:
-        _current.check()
+def unless_lost(call: Callable[[], None]) -> None:
+    """Makes a call that waits for other processes.
+
+    Raises:
+      HostLostError: this is a watched run, and a process of it is lost.
+    """
+    if _current is None:
+        call()
+    else:
+        _current.unless_lost(call)
 
 
 class Hosts:
     """The processes of a run, from `xcoll.initialize` to the end of the ``with`` block.
 
-    In the block, an error of jax that comes of a lost process becomes a `HostLostError`. At the end
+    The block begins with the start of jax's backends, where all processes wait for each other too.
+    In it, an error of jax that comes of a lost process becomes a `HostLostError`. At the end
     of the block all processes wait for each other; then `jax.distributed` is shut down.
 
     Attributes:
@@ -83,23 +91,53 @@ class Hosts:
         if self._watch.verdict is not None and (error := self._error()):
             raise error
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Around the start of jax: leaves if that fails."""
-        try:
-            yield
-        except BaseException as error:
-            lost = self._explain(error)
-            self._abandon("" if lost else _short(error))
-            if lost:
-                raise lost from error
-            raise
+    def start_jax(self, start: Callable[[], None]) -> None:
+        """Lets jax connect; leaves if that fails."""
+        with self._leaving():
+            self.unless_lost(start)
         self._breaker = Breaker(_compat.key_value_client(), self._bounds.stuck_timeout_seconds)
 
     def __enter__(self) -> Hosts:
+        with self._leaving():
+            self.unless_lost(jax.devices)
         if self._breaker:
             self._breaker.guarded = threading.get_ident()
         return self
+
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def unless_lost(self, call: Callable[[], object]) -> None:
+        """Makes a call that waits for other processes in jax, and can't be brought out of that.
+
+        It is made in a thread of its own, so that this one can leave.
+
+        Raises:
+          HostLostError: a process is lost.
+        """
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                call()
+            except BaseException as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        threading.Thread(target=work, name="xcoll-start", daemon=True).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                error = done.get(timeout=0.05)
+                if error is not None:
+                    raise error
+                return
+            self.check()
 
     def __exit__(
         self,

@@ -9,7 +9,7 @@ import jax
 
 from xcoll import _compat
 from xcoll.hosts import places
-from xcoll.hosts.bounds import JAX_HEARTBEAT_S, Bounds
+from xcoll.hosts.bounds import JAX_TIMEOUT_S, Bounds
 from xcoll.hosts.joining import join
 from xcoll.hosts.lines import Line
 from xcoll.hosts.meeting import BUSY_S, Meeting, take_port
@@ -36,7 +36,8 @@ def initialize(
     """Starts `jax.distributed` so that a lost, late or wrong host is an error that names it.
 
     Takes the place of `jax.distributed.initialize`, in all processes of a run, before anything that
-    starts a backend. Arguments that are None are found as jax finds them.
+    starts jax's backends; the ``with`` block starts them. Arguments that are None are found as jax
+    finds them.
 
     Args:
       coordinator_address: host and port of process 0.
@@ -108,19 +109,23 @@ def initialize(
     if me.process_id and not any(name.startswith("mtls") for name in kwargs):
         relay = Relay(places.split(address), bounds.initialization_timeout)
     hosts = Hosts(me, members, lines, relay, bounds)
-    with hosts.starting():
+
+    def start() -> None:
         jax.distributed.initialize(
             coordinator_address=relay.address if relay else address,
             num_processes=me.num_processes,
             process_id=me.process_id,
             local_device_ids=device_ids,
             cluster_detection_method="deactivate",
-            initialization_timeout=int(initialization_timeout),
+            # All are there. Its own end of waiting is one that can't be caught.
+            initialization_timeout=JAX_TIMEOUT_S,
             coordinator_bind_address=bind,
-            heartbeat_timeout_seconds=JAX_HEARTBEAT_S,
+            heartbeat_timeout_seconds=JAX_TIMEOUT_S,
             shutdown_timeout_seconds=int(shutdown_timeout_seconds),
             **kwargs,
         )
+
+    hosts.start_jax(start)
     _compat.set_coordinator_address(address)
     return hosts
 
