@@ -60,7 +60,7 @@ def train(hosts):
         np.testing.assert_array_equal(step(x).addressable_shards[0].data, expected)
         if number == 5 and mine("fault"):
             do(mine("fault"))
-        time.sleep(mine("pause_s", 0.02) if number else 0.02)
+        time.sleep(mine("pause_s", 0.02) if number == 5 else 0.02)
 
 
 def run():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import time
 
 from xcoll.errors import StartError
 from xcoll.hosts.lines import Line
-from xcoll.hosts.meeting import BUSY_S
+from xcoll.hosts.meeting import BUSY_S, SAY_S
 from xcoll.hosts.members import Member, read_member
 from xcoll.hosts.places import split, why
 
 _ATTEMPT_S = 3.0
 _PAUSE_S = 0.1
 _ANSWER_S = 5.0
+_logger = logging.getLogger("xcoll")
 
 
 def join(
@@ -33,7 +35,7 @@ def join(
     """
     deadline = time.monotonic() + timeout_s
     foreign_since = None
-    reason, attempts = "", 0
+    reason, attempts, said = "", 0, False
     while True:
         attempts += 1
         left_s = max(deadline - time.monotonic(), 0.1)
@@ -52,6 +54,15 @@ def join(
             reason = "something answers there, but it is not process 0 of a run that is starting"
             foreign_since = foreign_since or time.monotonic()
         now = time.monotonic()
+        if not said and now >= deadline - timeout_s + SAY_S:
+            said = True
+            _logger.warning(
+                "initialize: %s looks for process 0 at %s, at most %g s: %s",
+                me,
+                coordinator,
+                timeout_s,
+                reason,
+            )
         if now >= deadline or (foreign_since is not None and now >= foreign_since + BUSY_S):
             break
         time.sleep(_PAUSE_S)

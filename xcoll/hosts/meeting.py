@@ -7,6 +7,7 @@ over them the processes watch each other until the end.
 from __future__ import annotations
 
 import errno
+import logging
 import selectors
 import socket
 import time
@@ -18,6 +19,8 @@ from xcoll.hosts.places import listen
 
 BUSY_S = 5.0
 """How long a port may still be in use: by a run that is just ending."""
+SAY_S = 5.0
+"""After this a process that waits says so."""
 _SETTLE_S = 1.0
 _STATUS_S = 0.5
 
@@ -49,6 +52,9 @@ def take_port(host: str, port: int, timeout_s: float = BUSY_S) -> socket.socket:
             ) from error
 
 
+_logger = logging.getLogger("xcoll")
+
+
 class Meeting:
     """What process 0 knows of those that have come.
 
@@ -72,8 +78,9 @@ class Meeting:
         Raises:
           StartError: they don't agree, or have not all come in time; all that are here are told.
         """
-        deadline = time.monotonic() + timeout_s
-        next_status = 0.0
+        start = time.monotonic()
+        deadline = start + timeout_s
+        next_status, said = 0.0, None
         problem, settled = None, deadline
         try:
             while True:
@@ -92,6 +99,11 @@ class Meeting:
                     break
                 if now >= deadline:
                     raise StartError(self._missing(timeout_s))
+                if said is None and now >= start + SAY_S:
+                    said = self._absent()
+                    _logger.warning(
+                        "initialize: %s waits for %s, at most %g s", self.me, named(said), timeout_s
+                    )
                 if now >= next_status:
                     next_status = now + _STATUS_S
                     self._tell(waiting=self._absent())

@@ -80,7 +80,7 @@ def read_member(message: dict[str, Any], address: str = "") -> Member | None:
 
 def disagreement(members: Iterable[Member]) -> str | None:
     """Returns what members say that can't be true of one run, or None if all fits."""
-    members = list(members)
+    members = sorted(members, key=lambda m: (m.process_id, m.host, m.pid))
     by_id: dict[int, list[Member]] = {}
     for member in members:
         by_id.setdefault(member.process_id, []).append(member)
