@@ -15,7 +15,8 @@ from xcoll.hosts.gloo import break_connections, descriptors
 
 _LOOK_S = 0.1
 _LOOK_SELDOM_S = 5.0
-_LAST_LOOK_S = 0.5
+_JOIN_S = 0.5
+_STORE_S = 3.0
 _AGAIN_S = 0.2
 EXIT_CODE = 70
 
@@ -45,7 +46,7 @@ class Breaker:
 
         Args:
           message: what is printed if this process has to be ended.
-          then: called after a last look at the store, once that does not answer.
+          then: called once the store is not needed any more.
         """
         work = threading.Thread(
             target=self._break, args=(message, then), name="xcoll-break", daemon=True
@@ -56,7 +57,7 @@ class Breaker:
         """Stops."""
         self._stop.set()
         # It should not be inside the client when Python ends; it may hang there for good.
-        self._learner.join(_LAST_LOOK_S)
+        self._learner.join(_JOIN_S)
 
     def _learn(self) -> None:
         seen: object = None
@@ -79,17 +80,15 @@ class Breaker:
         return True
 
     def _break(self, message: str, then: Callable[[], None]) -> None:
-        last_look = threading.Thread(target=self._look, name="xcoll-gloo", daemon=True)
-        last_look.start()
+        threading.Thread(target=self._look, name="xcoll-gloo", daemon=True).start()
         start = time.monotonic()
         place, since, done = self._place(), start, False
         while not self._stop.is_set():
             if self._addresses:
                 break_connections(self._addresses)
-            if not done and (not last_look.is_alive() or time.monotonic() - start > _LAST_LOOK_S):
+            if not done and time.monotonic() - start > _STORE_S:
                 done = True
                 then()
-                continue  # with what the store still knew
             if (now := self._place()) != place:
                 place, since = now, time.monotonic()
             if self.guarded is not None and time.monotonic() - since > self._stuck_s:

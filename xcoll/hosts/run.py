@@ -24,6 +24,7 @@ from xcoll.hosts.relay import Relay
 from xcoll.hosts.watch import Watch
 
 _LINGER_S = 5.0
+_LAST_WORDS_S = 1.0
 # What XLA's errors of a broken collective or key-value store have in them.
 _OF_THE_NETWORK = (
     "gloo", "nccl", "unavailable", "deadline_exceeded", "connection", "timed out", "aborted",
@@ -131,13 +132,17 @@ class Hosts:
                 done.put(None)
 
         threading.Thread(target=work, name="xcoll-start", daemon=True).start()
-        while True:
+        last = None
+        while last is None or time.monotonic() < last:
             with contextlib.suppress(queue.Empty):
                 error = done.get(timeout=0.05)
                 if error is not None:
                     raise error
                 return
-            self.check()
+            if last is None and self._watch.verdict:
+                # The others may have left over what this call is about to find out as well.
+                last = time.monotonic() + _LAST_WORDS_S
+        self.check()
 
     def __exit__(
         self,
