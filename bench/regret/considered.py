@@ -58,6 +58,7 @@ def considered(request: Request, topology: Topology) -> Considered:
 
     Raises:
       ValueError: the topology is unknown, so that nothing is predicted.
+      RuntimeError: a chosen plan is none of those considered.
     """
     if not topology.is_known:
         raise ValueError(f"considered: nothing is known of the topology: {topology.why_unknown}")
@@ -76,6 +77,8 @@ def considered(request: Request, topology: Topology) -> Considered:
         too_slow |= {option.name for option in options if option not in near}
         for option in near:
             found.setdefault(option.name, (maker, option, []))[2].append(name)
+    if missing := set(chosen.values()) - set(found):
+        raise RuntimeError(f"considered: {missing} chosen, and none of {list(found)}")
     return Considered(
         candidates=tuple(
             Candidate(maker.made(option, "it was considered"), tuple(policies))

@@ -23,26 +23,30 @@ AGAIN = "native, again"
 NEAR = 1.25
 """Plans within so many times the best, after the first rounds, are timed further."""
 
-_FEW, _MOST, _ROUNDS_S = 3, 15, 1.5
-_TURN_S, _MOST_CALLS = 0.01, 10
-_COMPILING_S, _STARTING_S = 0.7, 1.0
+TURN_S, MOST_CALLS = 0.1, 20
+"""How long a turn is, at least: an idle link carries its first 128 KiB faster than its rate."""
+
+_FIRST_ROUNDS = 2
+_FEW, _MOST, _ROUNDS_S = 3, 9, 1.5
+_COMPILING_S, _STARTING_S = 0.5, 1.0
 
 
 def estimate_s(considered: Considered) -> float:
     """Returns about how many seconds `measure` will take."""
     times = [candidate.predicted_s for candidate in considered.candidates]
-    few = sum(times) * (2 + _first_rounds(min(times)))
-    contenders = sorted(times)[: 1 + len(times) // 3]
-    further = (sum(contenders) + 2 * times[0]) * _last_rounds(min(times))
-    return _STARTING_S + _COMPILING_S * len(times) + few + further
+    calls, rounds = _calls(min(times)), _rounds(min(times))
+    near = [time for time in times if time <= NEAR * min(times)]
+    every = sum(times) * (1 + _FIRST_ROUNDS * calls)
+    further = (sum(near) + 3 * times[0]) * rounds * calls
+    return _STARTING_S + _COMPILING_S * len(times) + every + further
 
 
-def _first_rounds(best_s: float) -> int:
-    return 2 if best_s > 0.1 else 3
+def _calls(best_s: float) -> int:
+    return min(MOST_CALLS, max(1, math.ceil(TURN_S / best_s)))
 
 
-def _last_rounds(best_s: float) -> int:
-    return min(_MOST, max(_FEW, math.ceil(_ROUNDS_S / best_s)))
+def _rounds(best_s: float) -> int:
+    return min(_MOST, max(_FEW, math.ceil(_ROUNDS_S / (best_s * _calls(best_s)))))
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ def measure(
     variants = _compiled(case, considered, mesh)
     runs = {name: v.run for name, v in variants.items() if not v.same_as}
     runs[AGAIN] = variants["native"].run
-    first = _first_rounds(min(c.predicted_s for c in considered.candidates))
-    times = interleaved(runs, first, meeting, warm_ups=0, on_turn=on_turn)
+    calls = _calls(min(candidate.predicted_s for candidate in considered.candidates))
+    times = interleaved(runs, _FIRST_ROUNDS, meeting, calls=calls, warm_ups=0, on_turn=on_turn)
     best_s = min(t.median_s for t in times.values())
     near = contenders(
         {name: times[v.same_as or name].median_s for name, v in variants.items()},
@@ -91,9 +95,9 @@ def measure(
     )
     again = {name: run for name, run in runs.items() if name in _named(near, variants)}
     again[AGAIN] = runs[AGAIN]
-    calls = min(_MOST_CALLS, max(1, math.ceil(_TURN_S / best_s)))
-    rounds = _last_rounds(best_s * calls)
-    times |= interleaved(again, rounds, meeting, calls=calls, warm_ups=0, on_turn=on_turn)
+    times |= interleaved(
+        again, _rounds(best_s), meeting, calls=_calls(best_s), warm_ups=0, on_turn=on_turn
+    )
     return Result(
         case=case,
         chosen=considered.chosen,

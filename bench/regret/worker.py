@@ -6,6 +6,7 @@ Started by ``python -m bench.regret``, inside of `bench.cluster`.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -26,6 +27,8 @@ def main() -> int:
     """Measures what there is time for, and adds it to the file of results."""
     started_s = time.monotonic()
     args = _arguments()
+    # Gloo says there whom it is connected to; what is for the reader goes to stderr.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     jax.distributed.initialize()
     meeting = Meeting("regret")
     facts = machine(meeting)
