@@ -26,9 +26,9 @@ NEAR = 1.25
 TURN_S, MOST_CALLS = 0.1, 20
 """How long a turn is, at least: an idle link carries its first 128 KiB faster than its rate."""
 
-_FIRST_ROUNDS = 2
-_FEW, _MOST, _ROUNDS_S = 3, 9, 1.5
-_COMPILING_S, _STARTING_S = 0.5, 1.0
+_SHORT_S = 0.02
+_FEW, _MOST, _ROUNDS_S = 3, 5, 0.6
+_COMPILING_S, _STARTING_S = 0.45, 1.0
 
 
 def estimate_s(considered: Considered) -> float:
@@ -36,13 +36,17 @@ def estimate_s(considered: Considered) -> float:
     times = [candidate.predicted_s for candidate in considered.candidates]
     calls, rounds = _calls(min(times)), _rounds(min(times))
     near = [time for time in times if time <= NEAR * min(times)]
-    every = sum(times) * (1 + _FIRST_ROUNDS * calls)
+    every = sum(times) * (1 + _first_rounds(min(times)) * calls)
     further = (sum(near) + 3 * times[0]) * rounds * calls
     return _STARTING_S + _COMPILING_S * len(times) + every + further
 
 
 def _calls(best_s: float) -> int:
     return min(MOST_CALLS, max(1, math.ceil(TURN_S / best_s)))
+
+
+def _first_rounds(best_s: float) -> int:
+    return 2 if best_s < _SHORT_S else 1
 
 
 def _rounds(best_s: float) -> int:
@@ -67,7 +71,7 @@ def measure(
 ) -> Result:
     """Returns the times of the plans of a case, all of which gave the right result.
 
-    All are timed in a few rounds; then the chosen ones, native, and what came near the best in
+    All are timed once or twice; then the chosen ones, native, and what came near the best in
     rounds of their own: the best of many noisy times would be too good.
 
     Args:
@@ -85,8 +89,9 @@ def measure(
     variants = _compiled(case, considered, mesh)
     runs = {name: v.run for name, v in variants.items() if not v.same_as}
     runs[AGAIN] = variants["native"].run
-    calls = _calls(min(candidate.predicted_s for candidate in considered.candidates))
-    times = interleaved(runs, _FIRST_ROUNDS, meeting, calls=calls, warm_ups=0, on_turn=on_turn)
+    best_s = min(candidate.predicted_s for candidate in considered.candidates)
+    first, calls = _first_rounds(best_s), _calls(best_s)
+    times = interleaved(runs, first, meeting, calls=calls, warm_ups=0, on_turn=on_turn)
     best_s = min(t.median_s for t in times.values())
     near = contenders(
         {name: times[v.same_as or name].median_s for name, v in variants.items()},
