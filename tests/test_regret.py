@@ -138,6 +138,12 @@ def test_what_is_near_the_best_of_a_policy_is_timed_further():
     assert near == {"native", "a", "b", "d", "f"}
 
 
+def test_variants_alike_in_time_take_turns():
+    found = measuring.groups({"a": 9.0, "b": 4.0, "c": 1.0, "d": 1.5, "e": 2.2, "f": 6.1})
+    # More than half as long again as the one before: 4 after 2.2, 6.1 after 4.
+    assert [list(group) for group in found] == [["c", "d", "e"], ["b"], ["f", "a"]]
+
+
 def test_what_is_predicted_over_four_times_slower_is_not_timed():
     def option(name: str, time_ps: int) -> Option:
         return Option(name, (Stage("all_reduce", Span(("host",), 2), Choice(name)),), time_ps)
