@@ -70,17 +70,18 @@ def table(figures: dict[str, Any]) -> Table:
         title_justify="left",
         caption=f"compute: the same step without its collectives, timed in turn with the others,"
         f" {_ms(compute['low_s'])} to {_ms(compute['high_s'])} ms; communication: the rest of the"
-        " median step: collectives, what packs and encodes for them, less what is hidden. The range"
-        f" is of eight steps in ten; losses are means of {figures['smoothed']} steps.",
+        " median step: collectives, what packs and encodes for them, less what is hidden. MB of all"
+        f" hosts together. The final loss is the mean of {figures['smoothed']} steps.",
         caption_justify="left",
     )
     out.add_column("variant", no_wrap=True)
     slow = next(iter(settings["mesh"]))
     for heading in (
-        "step, ms", "range", "compute", "communi-cation", "pre-dicted", "to plain",
-        f"MB over {slow}", "final loss", "held-out", f"s to loss {figures['target_loss']:.3f}",
+        "step\nms", "eight of ten\nms", "compute\nms", "commu-\nnication", "pre-\ndicted",
+        "speed", f"MB over\n{slow}", "final\nloss", "held-\nout",
+        f"s to loss\n{figures['target_loss']:.3f}",
     ):  # fmt: skip
-        out.add_column(heading, justify="right", overflow="fold")
+        out.add_column(heading, justify="right", no_wrap=True)
     plain = figures["variants"]["plain"]
     for name, row in figures["variants"].items():
         reached, predicted = row["time_to_target_s"], row["predicted_communication_s"]
@@ -123,7 +124,10 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         ylabel=f"training loss, nats a byte (mean of {figures['smoothed']} steps)",
     )
     mesh = ", ".join(f"{axis}={size}" for axis, size in figures["settings"]["mesh"].items())
-    axes.set_title(f"{figures['parameters']:,} parameters; {mesh}; {figures['topology']}", size=9)
+    axes.set_title(
+        f"{figures['parameters']:,} parameters; {mesh}; {figures['topology'].splitlines()[0]}",
+        size=9,
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)

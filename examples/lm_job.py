@@ -78,19 +78,29 @@ class Job:
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
-def initializer(job: Job, seed: int) -> Callable[[], tuple[Tree, Tree]]:
-    """Returns a function that makes what `initial_state` returns, and is compiled once."""
+def parameters(job: Job, seed: int) -> Callable[[], Tree]:
+    """Returns a function, compiled once, that makes parameters; the same for the same seed."""
 
-    def init() -> tuple[Tree, Tree]:
-        params = nnx.as_pure(nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param))
-        return params, job.optimizer.init(params)
+    def init() -> Tree:
+        return nnx.as_pure(nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param))
 
-    return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))
+    return jax.jit(init, out_shardings=job.shardings(job.specs[0]))
+
+
+def initializer(job: Job, make: Callable[[], Tree]) -> Callable[[], tuple[Tree, Tree]]:
+    """Returns a function that makes parameters, by ``make``, and their optimizer state."""
+    init = jax.jit(job.optimizer.init, out_shardings=job.shardings(job.specs[1]))
+
+    def both() -> tuple[Tree, Tree]:
+        params = make()
+        return params, init(params)
+
+    return both
 
 
 def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
     """Returns parameters and optimizer state, placed on the mesh; the same for the same seed."""
-    return initializer(job, seed)()
+    return initializer(job, parameters(job, seed))()
 
 
 def batches(text: np.ndarray, job: Job, args: argparse.Namespace, seed: int) -> Iterator[jax.Array]:

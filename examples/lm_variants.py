@@ -11,7 +11,7 @@ import jax
 import lm_codecs
 import lm_runs
 from jax.sharding import Mesh
-from lm_job import Job, initializer
+from lm_job import Job, initializer, parameters
 
 import xcoll
 from xcoll import hlo
@@ -115,9 +115,8 @@ def make_variants(
         jobs[name] = lossy, optimised(lossy, policy)
     jobs[ALONE] = job, make_step(job, alone=True)
     made: dict[str, Variant] = {}
-    alike = initializer(job, seed)
+    start = parameters(job, seed)
     for name, (own, step) in jobs.items():
         told(name)
-        init = alike if own is job else initializer(own, seed)
-        made[name] = Variant(name, step, init, tokens, job.mesh)
+        made[name] = Variant(name, step, initializer(own, start), tokens, job.mesh)
     return made

@@ -14,7 +14,6 @@ import lm_job
 import lm_runs
 import numpy as np
 import optax
-import processes
 import pytest
 import train_lm
 from flax import nnx
@@ -146,14 +145,6 @@ def test_end_to_end_on_one_device(tmp_path):
     code, summary = run_example(tmp_path, "--mesh", "device=1")
     assert code == 0
     assert summary["runs"]["plain"]["busiest"] == {"device": 0}
-
-
-def test_end_to_end_in_two_processes(tmp_path):
-    options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
-    processes.run_distributed(train_lm.__file__, *SMALL, *options)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["checks"] == dict.fromkeys(summary["checks"], True)
-    assert summary["runs"]["optimised"]["collectives"].keys() > {"reduce-scatter", "all-gather"}
 
 
 def test_a_topology_that_is_not_rewritten_for_fails(tmp_path):
@@ -342,6 +333,10 @@ BAD = {
     "an unknown topology": ("--topology", "nonsense"),
     "another topology": ("--mesh", "device=4", "--topology", "2*cpu:4@200Mbit"),
     "an unknown option": ("--nonsense",),
+    "quick in one process": ("--quick",),
+    "figures of variants in one process": ("--json",),
+    "variants of one step": ("--distributed", "--quick", "--fsdp"),
+    "a target that is no loss": ("--distributed", "--target-loss", "-3"),
 }
 
 
