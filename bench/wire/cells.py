@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from bench.peers.control import Peer
 from bench.timing import NOBODY, Elsewhere, Meeting, Span, Times, interleaved
 from bench.wire.bounds import bound_s, crossing, encoded_bytes, goodput_bound_s
 from bench.wire.breakdown import breakdown
-from bench.wire.checking import check
+from bench.wire.checking import Checked, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import Job
 from bench.wire.programs import Program, place, program
@@ -86,18 +86,13 @@ def measure(
     x = place(cell.mesh, inputs)
     expected = Expected(cell.collective, inputs)
     programs: dict[str, Program] = {}
-    deviations: dict[str, tuple[float, float]] = {}
-    spent_s = 0.0
+    checked: dict[str, Checked] = {}
     for variant in job.variants:
         on_turn(f"{cell}: {variant}, checked")
         made = program(variant, cell.collective, cell.mesh, cell.topology, x)
         programs[variant] = made
         name = f"{cell}, {variant}"
-        deviations[variant] = check(name, made, x, expected, meeting, cell.mesh)
-        meeting.wait()
-        start = time.monotonic()
-        jax.block_until_ready(made.run(x))
-        spent_s += time.monotonic() - start
+        checked[variant] = check(name, made, x, expected, meeting, cell.mesh)
     del expected, inputs
     turns: dict[str, Any] = {
         variant: (lambda made=made: made.run(x)) for variant, made in programs.items()
@@ -110,9 +105,9 @@ def measure(
             notes.append(f"{name} has no {cell.collective}: {missing}")
         else:
             turns[name] = _Turn(peer)
-    round_s = spent_s * job.calls * len(turns) / len(programs)
-    affordable = int(job.cell_s / round_s) if round_s else job.rounds
-    rounds = meeting.first_says(max(min(job.rounds, affordable), min(FEWEST_ROUNDS, job.rounds)))
+    mean_s = statistics.mean(found.first_s for found in checked.values())
+    affordable = int(job.cell_s / (mean_s * job.calls * len(turns)))
+    rounds = max(min(job.rounds, affordable), min(FEWEST_ROUNDS, job.rounds))
     times = interleaved(
         turns,
         rounds,
@@ -121,7 +116,7 @@ def measure(
         warm_ups=1 if job.calls > 1 else 0,
         on_turn=lambda name: on_turn(f"{cell}: {name}"),
     )
-    rows = [_row(cell, name, times, programs.get(name), deviations.get(name)) for name in times]
+    rows = [_row(cell, name, times, programs.get(name), checked.get(name)) for name in times]
     figures = {
         "collective": cell.collective,
         "payload_bytes": cell.payload_bytes,
@@ -145,7 +140,7 @@ def _row(
     name: str,
     times: Mapping[str, Times],
     made: Program | None,
-    deviation: tuple[float, float] | None,
+    checked: Checked | None,
 ) -> dict[str, Any]:
     """Returns the figures of one variant."""
     job = cell.job
@@ -169,8 +164,8 @@ def _row(
         "over_bound": over_bound,
         "predicted_s": predicted_s,
         "native_predicted_s": made.native_s if made else None,
-        "deviation": deviation[0] if deviation else None,
-        "largest_deviation_allowed": deviation[1] if deviation else None,
+        "deviation": checked.deviation if checked else None,
+        "largest_deviation_allowed": checked.limit if checked else None,
         "target": str(goal) if goal else None,
         "met": goal.is_met(over_bound, speedup) if goal and speedup is not None else None,
     }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -18,16 +20,32 @@ class WrongResultError(Exception):
     """A program returned something else than it has to."""
 
 
-def check(name: str, program: Program, x: jax.Array, expected: Expected, meeting: Meeting,
-          mesh: Mesh) -> tuple[float, float]:  # fmt: skip
+@dataclass(frozen=True)
+class Checked:
+    """What the first run showed.
+
+    Attributes:
+      deviation: the largest over all ranks, as `Expected.deviation` has it.
+      limit: the largest that is right.
+      first_s: what it took, the longest of all processes.
+    """
+
+    deviation: float
+    limit: float
+    first_s: float
+
+
+def check(
+    name: str, program: Program, x: jax.Array, expected: Expected, meeting: Meeting, mesh: Mesh
+) -> Checked:
     """Runs a program and checks its results on all processes.
 
     Returns:
-      The largest deviation over all ranks, and the largest that is right.
+      What it showed, on every process the same.
 
     Raises:
-      WrongResultError: on every process, where any rank's result deviates by more, or replicas
-        differ in any bit.
+      WrongResultError: on every process, where any rank's result deviates by more than is right,
+        or replicas differ in any bit.
     """
     plan = program.plan
     is_lossy = plan is not None and plan.is_lossy
@@ -35,14 +53,18 @@ def check(name: str, program: Program, x: jax.Array, expected: Expected, meeting
     block = block_of(plan.stages) if plan is not None and is_lossy else 1
     ranks = ranks_here(mesh)
     worst, digests, wrong = 0.0, set(), ""
-    for shard in program.run(x).addressable_shards:
+    meeting.wait()
+    start = time.monotonic()
+    results = jax.block_until_ready(program.run(x))
+    first_s = time.monotonic() - start
+    for shard in results.addressable_shards:
         result = np.asarray(shard.data)
         digests.add(hashlib.sha256(result.tobytes()).hexdigest())
         try:
             worst = max(worst, expected.deviation(ranks[shard.device], result, block))
         except ValueError as err:
             wrong = wrong or f"rank {ranks[shard.device]}: {err}"
-    everyones = meeting.share([worst, sorted(digests), wrong])
+    everyones = meeting.share([worst, sorted(digests), wrong, first_s])
     worst = max(one[0] for one in everyones)
     if first := next((one[2] for one in everyones if one[2]), None):
         raise WrongResultError(f"{name}: {first}")
@@ -51,4 +73,4 @@ def check(name: str, program: Program, x: jax.Array, expected: Expected, meeting
     copies = {digest for one in everyones for digest in one[1]}
     if expected.collective in REPLICATED and len(copies) > 1:
         raise WrongResultError(f"{name}: {len(copies)} different results on replicas")
-    return worst, limit
+    return Checked(worst, limit, max(one[3] for one in everyones))
