@@ -16,6 +16,7 @@ LAYERS = (
         "algorithms",
         "libtpu",
         "loads",
+        "local_work",
         "natives",
         "runs",
         "costmodel",

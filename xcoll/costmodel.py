@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
-from xcoll.natives import native_ps, transfer_ps
+from xcoll.local_work import coding_ps
+from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
@@ -211,19 +212,19 @@ class Pricer:
         if stage.choice.name == "native":
             collective = native_as(stage.collective, device.platform)
             num_bytes = operand.num_elements * self._itemsize_in(collective)
-            return native_ps(device, shape.digits, collective, num_bytes)
+            return native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
         items, _, itemsize = wire_slot(stage, operand.slot_elements, "", self.itemsize)
         slot_bytes = items * itemsize
         time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
         is_encoded = stage.codec is not None and stage.codec.integers is None
-        if is_encoded:
-            passes = shape.encode_passes * operand.slot_elements * _WIDE_BYTES
-            time = transfer_ps(passes, device.copy_bytes_per_s)
+        if stage.codec is not None and is_encoded:
+            wide = operand.slot_elements * _WIDE_BYTES
+            time = coding_ps(device, stage.codec, shape.encoded * wide, shape.decoded * wide)
         for collective, slots in shape.natives:
             num_bytes = slots * slot_bytes
             if not is_encoded:
                 num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
-            time += native_ps(device, shape.digits, collective, num_bytes)
+            time += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
         return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
 
     def _itemsize_in(self, collective: str) -> int:
@@ -239,13 +240,14 @@ class _Shape:
       local_slots: slots that are folded or reordered by the device alone.
       natives: XLA's collectives in it, and the slots of their operands.
       loads: its permutes.
-      encode_passes: slots that a codec reads or writes in full, where there is one: two passes to
-        encode (the largest magnitude first), one to decode.
+      encoded: slots that a codec encodes, where there is one.
+      decoded: slots that it decodes.
     """
 
     digits: tuple[Digit, ...]
     local_slots: int
-    encode_passes: int
+    encoded: int
+    decoded: int
     natives: tuple[tuple[str, int], ...]
     loads: tuple[Load, ...]
 
@@ -259,15 +261,17 @@ def _shapes_on(topology: Topology) -> dict[Stage, _Shape]:
 def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     digits = span_digits(topology, stage.span)
     if stage.collective == "permute":
-        return _Shape(digits, 0, 3, (("permute", 1),), ())
+        return _Shape(digits, 0, 1, 1, (("permute", 1),), ())
     if stage.choice.name == "native":
-        return _Shape(digits, 0, 0, (), ())
+        return _Shape(digits, 0, 0, 0, (), ())
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
+    encoded, decoded = (0, 0) if stage.codec is None else _coded_slots(stage, form)
     return _Shape(
         digits=digits,
         local_slots=folds + _shuffles(stage.choice, stage.collective) * form.num_slots,
-        encode_passes=0 if stage.codec is None else _encode_passes(stage, form),
+        encoded=encoded,
+        decoded=decoded,
         natives=tuple(
             (phase.kind, phase.slots)
             for phase in form.phases
@@ -281,16 +285,17 @@ _WIDE_BYTES = 4
 """Codecs work on float32."""
 
 
-def _encode_passes(stage: Stage, form: ClosedForm) -> int:
-    """Returns passes over a slot, for all slots that a rank encodes and decodes in a stage."""
+def _coded_slots(stage: Stage, form: ClosedForm) -> tuple[int, int]:
+    """Returns the slots that a rank encodes in a stage, and those that it decodes."""
     slots, ranks = form.num_slots, stage.span.num_ranks
     if stage.collective == "all_gather":
-        return 2 * max(1, slots // ranks) + slots
+        return max(1, slots // ranks), slots
     if stage.collective == "all_to_all":
-        return 3 * slots
+        return slots, slots
     permutes = sum(p.steps * p.slots * p.lanes for p in form.phases if p.kind == "permute")
-    own = 3 * permutes if stage.collective == "all_reduce" else 0
-    return 3 * permutes + own if permutes else 3 * slots
+    # In an all-reduce, what a rank sends is encoded and decoded by itself, too.
+    each = (2 * permutes if stage.collective == "all_reduce" else permutes) or slots
+    return each, each
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from xcoll.costmodel import (
     payload_elements,
 )
 from xcoll.loads import span_digits
-from xcoll.natives import native_ps, transfer_ps
+from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Policy
 from xcoll.precision import max_error
@@ -85,8 +85,9 @@ class Options:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4
             time += transfer_ps(passes, device.copy_bytes_per_s)
-            time += native_ps(
-                device, span_digits(self.topology, self.native.stages[0].span), "all_reduce", 4
+            span = self.native.stages[0].span
+            time += native_on(
+                self.topology, span, span_digits(self.topology, span), "all_reduce", 4
             )
         return time
 
@@ -110,10 +111,11 @@ class Options:
         if self.topology.device is None:
             return None
         collective = native_as(request.collective, self.topology.device.platform)
-        digits = span_digits(self.topology, whole_span(request))
+        span = whole_span(request)
         # XLA's combiner makes one operation of a group.
         num_bytes = request.num_elements * self._summed_itemsize(request)
-        return native_ps(self.topology.device, digits, collective, num_bytes)
+        digits = span_digits(self.topology, span)
+        return native_on(self.topology, span, digits, collective, num_bytes)
 
     def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:
         """Returns the plan of an option, with the others as the candidates that it beat."""

@@ -149,9 +149,9 @@ def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice)
             digit = by_stride[at]
             link = digit.level.link
             sent[at] = sent.get(at, 0) + messages * part.slots
-            if device.platform == "cpu":
-                swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
-                percent[at] = max(percent.get(at, 0), _duplex(swap))
+            swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
+            duplex = link.swap_percent if swap else link.unlike_percent
+            percent[at] = max(percent.get(at, 0), duplex)
             if link.network == "torus":
                 # A message turns from one dimension into the next.
                 along += hops[at] * link.latency_ps
@@ -169,7 +169,7 @@ def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice)
         steps=run.steps,
         fixed_ps=starts * device.step_ps + start_ps(device) + latency,
         wires=tuple(
-            (slots, by_stride[at].level.bandwidth_bytes_per_s, percent.get(at, 100))
+            (slots, by_stride[at].level.bandwidth_bytes_per_s, percent[at])
             for at, slots in sent.items()
         ),
         worked_slots=slots * passes,
@@ -195,8 +195,3 @@ def _is_swap(digit: Digit, phase: Phase, ranks: int) -> bool:
         return 2 * phase.distance == block and phase.distance >= digit.stride
     # What the ranks beyond a power of two hand over goes one way.
     return phase.pattern == "exchange" and 2 * phase.distance <= ranks
-
-
-def _duplex(is_swap: bool) -> int:
-    """Percent of a full-duplex transfer's time."""
-    return int(figure("cpu", "duplex_swap" if is_swap else "duplex_ring"))

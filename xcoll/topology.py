@@ -10,18 +10,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from xcoll.errors import unknown
+from xcoll.hardware.curves import CodecRate as CodecRate
+from xcoll.hardware.curves import Curve as Curve
 from xcoll.hardware.fields import axis_sizes, many, word
 from xcoll.hardware.links import AxisLinks as AxisLinks
 from xcoll.hardware.links import Device as Device
 from xcoll.hardware.links import Level as Level
 from xcoll.hardware.links import Link as Link
 from xcoll.hardware.mesh import read_mesh
-from xcoll.hardware.stored import read_axes, read_device, read_fields
+from xcoll.hardware.stored import read_axes, read_curves, read_device, read_fields
 from xcoll.hardware.text import read
 from xcoll.records import decode
 from xcoll.units import readable_rate, readable_time
 
-_JSON_VERSION = 1
+_JSON_VERSION = 2
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -59,10 +62,12 @@ class Topology:
         then kept as it is.
       name: how messages call it.
       why_unknown: why ``device`` is None.
+      measured: what XLA's own collectives took on this mesh, where that was measured
+        (`xcoll.tune`). They are priced by it; what is not in it, by the links.
 
     Raises:
       TypeError: a field has the wrong type.
-      ValueError: two axes have the same name.
+      ValueError: two axes have the same name; something is measured twice, or over other axes.
 
     Example:
       >>> topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
@@ -78,6 +83,7 @@ class Topology:
     device: Device | None = None
     name: str = "custom"
     why_unknown: str = ""
+    measured: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", many("Topology", "axes", self.axes, AxisLinks))
@@ -91,6 +97,8 @@ class Topology:
                 raise ValueError(
                     f"Topology(axes=...): axis {name!r} is there twice; name each once"
                 )
+        object.__setattr__(self, "measured", many("Topology", "measured", self.measured, Curve))
+        self._curves  # noqa: B018 - checked here, kept for later
 
     @classmethod
     def parse(cls, text: str, axes: Mapping[str, int] | None = None) -> Topology:
@@ -186,9 +194,36 @@ class Topology:
         return {axis.name: axis.size for axis in self.axes}
 
     @functools.cached_property
+    def _curves(self) -> dict[tuple[str, frozenset[str]], Curve]:
+        """The curves by collective and axes, those of one position left out."""
+        sizes = self.axis_sizes
+        found: dict[tuple[str, frozenset[str]], Curve] = {}
+        for curve in self.measured:
+            over = f"{curve.collective} over {curve.axes}"
+            for axis in curve.axes:
+                if axis not in sizes:
+                    raise ValueError(unknown("Topology(measured=...)", "axis", axis, sizes))
+            key = curve.collective, frozenset(a for a in curve.axes if sizes[a] > 1)
+            if key in found:
+                raise ValueError(f"Topology(measured=...): {over} is there twice; keep one curve")
+            found[key] = curve
+        return found
+
+    def curve(self, collective: str, axes: Iterable[str]) -> Curve | None:
+        """Returns what a collective over all of some axes was measured to take, or None.
+
+        Args:
+          collective: one of `Curve`'s.
+          axes: mesh axes in any order; those of one position do not count.
+        """
+        over = frozenset(axis for axis in axes if self.axis_sizes[axis] > 1)
+        return self._curves.get((collective, over))
+
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits; equal where topologies are."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Twelve hexadecimal digits; equal where topologies are, whatever they are called."""
+        values = {name: value for name, value in asdict(self).items() if name != "name"}
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check(self, call: str, axis_sizes: Mapping[str, int]) -> None:
@@ -240,6 +275,7 @@ class Topology:
             values = read_fields(cls, data)
             values["axes"] = read_axes(values["axes"])
             values["device"] = read_device(values.get("device"))
+            values["measured"] = read_curves(values.get("measured", ()))
             return cls(**values)
 
         return decode("Topology.from_json", "a topology by to_json", text, _JSON_VERSION, make)
@@ -253,6 +289,9 @@ class Topology:
         for axis in self.axes:
             levels = "; ".join(_describe(level) for level in axis.levels) or "one device"
             lines.append(f"  {axis.name}={axis.size}: {levels}")
+        if self.measured:
+            over = dict.fromkeys(" and ".join(curve.axes) for curve in self.measured)
+            lines.append(f"  measured: XLA's own collectives over {'; '.join(over)}")
         return "\n".join(lines)
 
 
