@@ -27,7 +27,7 @@ TURN_S, MOST_CALLS = 0.1, 20
 """How long a turn is, at least: an idle link carries its first 128 KiB faster than its rate."""
 
 _SHORT_S = 0.02
-_FEW, _MOST, _ROUNDS_S = 3, 5, 0.6
+_FEW, _MOST, _ROUNDS_S = 3, 6, 0.6
 _GAP = 1.5
 _COMPILING_S, _STARTING_S = 0.45, 1.0
 
@@ -138,7 +138,7 @@ def measure(
     return Result(
         case=case,
         chosen=considered.chosen,
-        timed=tuple(_timed(name, v, times) for name, v in variants.items()),
+        timed=tuple(_timed(name, v, times, name in near) for name, v in variants.items()),
         native_noise=noise(times["native"], times[AGAIN]),
         too_slow=considered.too_slow,
         barred=considered.barred,
@@ -198,7 +198,7 @@ def _named(names: set[str], variants: Mapping[str, _Variant]) -> set[str]:
     return {variants[name].same_as or name for name in names}
 
 
-def _timed(name: str, variant: _Variant, times: Mapping[str, Times]) -> Timed:
+def _timed(name: str, variant: _Variant, times: Mapping[str, Times], is_contender: bool) -> Timed:
     plan = variant.candidate.plan
     rounds = times[variant.same_as or name].rounds_s
     return Timed(
@@ -207,5 +207,6 @@ def _timed(name: str, variant: _Variant, times: Mapping[str, Times]) -> Timed:
         predicted_s=variant.candidate.predicted_s,
         policies=variant.candidate.policies,
         same_as=variant.same_as,
+        is_contender=is_contender,
         rounds_s=(*rounds, *times[AGAIN].rounds_s) if plan.is_native else rounds,
     )
