@@ -277,7 +277,7 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
             for phase in form.phases
             if phase.kind not in ("fold", "permute")
         ),
-        loads=tuple(load_of(device, digits, run, stage.choice) for run in runs(stage, form)),
+        loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
     )
 
 
