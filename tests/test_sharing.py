@@ -98,9 +98,9 @@ def test_without_devices_beside_there_are_no_turns():
 def test_chunks_change_no_bit(name, top, codec):
     """The same blocks are encoded, whatever chunk they are in."""
     policy = Policy(algorithm=hierarchical("native", top), codec={"host": codec}, min_bytes=0)
-    elements = 8 * 32768
+    elements = 8 * 131072
     _, whole, plan, *_ = planned(name, None, policy, elements)
-    chunked = [stage for stage in plan.stages if stage.num_chunks > 1]
+    assert any(stage.num_chunks > 1 for stage in plan.stages)
     assert_same_bits(whole, np.broadcast_to(whole[:1], whole.shape), "replicas")
     before = sharing._CHUNKS
     xcoll.planner._plan.cache_clear()
@@ -112,8 +112,7 @@ def test_chunks_change_no_bit(name, top, codec):
         xcoll.planner._plan.cache_clear()
     assert all(stage.num_chunks == 1 for stage in single.stages)
     assert_same_bits(whole, once)
-    assert chunked or single.predicted_time_ps <= plan.predicted_time_ps
-    assert plan.predicted_time_ps <= single.predicted_time_ps
+    assert plan.predicted_time_ps < single.predicted_time_ps
 
 
 def test_json_keeps_turns_and_chunks():

@@ -7,7 +7,15 @@ import time
 
 import pytest
 
-from bench.timing import Meeting, Times, interleaved, machine, over_processes, write_json
+from bench.timing import (
+    NOBODY,
+    Meeting,
+    Times,
+    interleaved,
+    machine,
+    over_processes,
+    write_json,
+)
 from bench.timing.machine import read_rate
 
 
@@ -49,6 +57,16 @@ def test_a_time_is_that_of_one_call():
     times = interleaved({"sleep": run}, 1, Meeting("calls"), calls=5)
     assert len(calls) == 1 + 5
     assert 0.01 <= times["sleep"].median_s < 0.05
+
+
+def test_what_runs_elsewhere_takes_its_own_times():
+    class Other:
+        def timed(self, calls):
+            return (1.0, 1.0 + 3.0 * calls)
+
+    times = interleaved({"other": Other()}, 2, Meeting("elsewhere"), calls=4)
+    assert times["other"].rounds_s == (3.0, 3.0)
+    assert over_processes([[NOBODY], [(1.0, 3.0)]]).rounds_s == (2.0,)
 
 
 def test_one_process_meets_itself():

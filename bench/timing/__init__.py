@@ -12,6 +12,9 @@ from bench.timing.files import write_json as write_json
 from bench.timing.machine import Machine as Machine
 from bench.timing.machine import machine as machine
 from bench.timing.meeting import Meeting as Meeting
+from bench.timing.rounds import NOBODY as NOBODY
+from bench.timing.rounds import Elsewhere as Elsewhere
+from bench.timing.rounds import Span as Span
 from bench.timing.rounds import interleaved as interleaved
 from bench.timing.times import Times as Times
 from bench.timing.times import over_processes as over_processes

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from bench.timing.meeting import Meeting
 from bench.timing.times import Times, over_processes
 
+Span = tuple[float, float]
+"""Start and end, in seconds of `time.monotonic`."""
+
+
+@runtime_checkable
+class Elsewhere(Protocol):
+    """A variant that other processes run, which take their times themselves."""
+
+    def timed(self, calls: int) -> Span:
+        """Runs it so many times; returns the earliest start and the latest end over them."""
+
 
 def interleaved(
-    variants: Mapping[str, Callable[[], Any]],
+    variants: Mapping[str, Callable[[], Any] | Elsewhere],
     rounds: int,
     meeting: Meeting,
     *,
@@ -27,8 +39,9 @@ def interleaved(
     other, so that nothing of the last one is under way.
 
     Args:
-      variants: by name, what runs one; its result is waited for. On every process the same names
-        in the same order.
+      variants: by name, what runs one; its result is waited for. Or what has others run it: on
+        one of the processes, the rest return `NOBODY`. On every process the same names in the same
+        order.
       rounds: timed turns of each.
       meeting: of all processes that take part.
       calls: calls in a turn, one after another; times are those of one call.
@@ -38,20 +51,29 @@ def interleaved(
     Returns:
       Times by name, the same on every process.
     """
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    spans: dict[str, list[Span]] = {name: [] for name in variants}
     names = list(variants)
     for number in range(warm_ups + rounds):
         for name in names if number % 2 == 0 else reversed(names):
             if on_turn is not None:
                 on_turn(name)
-            run = variants[name]
             meeting.wait()
-            start = time.monotonic()
-            for _ in range(1 if number < warm_ups else calls):
-                jax.block_until_ready(run())
-            end = time.monotonic()
+            span = _timed(variants[name], 1 if number < warm_ups else calls)
             if number >= warm_ups:
-                spans[name].append((start, end))
+                spans[name].append(span)
     meeting.wait()
     everyones = meeting.share(spans)
     return {name: over_processes([one[name] for one in everyones], calls) for name in variants}
+
+
+NOBODY: Span = (math.inf, -math.inf)
+"""The span of a process on which nothing runs."""
+
+
+def _timed(variant: Callable[[], Any] | Elsewhere, calls: int) -> Span:
+    if isinstance(variant, Elsewhere):
+        return variant.timed(calls)
+    start = time.monotonic()
+    for _ in range(calls):
+        jax.block_until_ready(variant())
+    return start, time.monotonic()
