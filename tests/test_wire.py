@@ -8,13 +8,17 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from jax import lax
 
 from bench.cluster import requirements
+from bench.timing import Meeting
 from bench.wire import __main__ as command_line
 from bench.wire.bounds import bound_s, crossing, encoded_bytes, goodput_bound_s
 from bench.wire.breakdown import stage_pieces
+from bench.wire.checking import WrongResultError, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import parse_cluster, read_job
+from bench.wire.programs import Program, compiled, mapped, mesh_of, place, program
 from bench.wire.tables import cluster_tables
 from bench.wire.targets import MIB, Target, target
 from xcoll import Topology
@@ -118,7 +122,7 @@ def test_exact_results_deviate_by_nothing(collective, results):
         assert expected.deviation(rank, np.float32(result)) == 0
         with pytest.raises(ValueError, match="not finite"):
             expected.deviation(rank, np.full(len(result), np.nan, np.float32))
-    with pytest.raises(ValueError, match=r"\(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), not"):
         expected.deviation(0, np.zeros(3, np.float32))
     is_sum = collective in ("psum", "psum_scatter")
     assert expected.roundoff == (2 * 2.0**-24 if is_sum else 0)
@@ -138,6 +142,48 @@ def test_ranks_put_in_different_numbers():
     first, second = payload_of(0, 100), payload_of(1, 100)
     assert first.dtype == np.float32 and not np.array_equal(first, second)
     assert np.array_equal(first, payload_of(0, 100))
+
+
+@pytest.fixture(scope="module")
+def eight():
+    """A mesh as of 2 hosts with 4 devices, what its ranks put in, and that as one array."""
+    mesh = mesh_of(2, 4)
+    inputs = [payload_of(rank, 64) for rank in range(8)]
+    return mesh, inputs, place(mesh, inputs)
+
+
+@pytest.mark.parametrize("collective", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+def test_programs_return_what_numpy_does(collective, eight):
+    mesh, inputs, x = eight
+    topology = Topology.parse("2*cpu:4@200Mbit", axes=dict(mesh.shape))
+    for variant in ("lax", "exact", "int8"):
+        made = program(variant, collective, mesh, topology, x)
+        assert (made.plan is None) == (variant == "lax")
+        found = check(variant, made, x, Expected(collective, inputs), Meeting("check"), mesh)
+        assert found.deviation <= found.limit < 1e-5  # payloads under 64 KiB stay exact
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (lambda x: lax.psum(x, ("host", "device")) * 1.001, "deviation of 0.00"),
+        (lambda x: lax.psum(x, "device"), "deviation"),
+        (
+            lambda x: lax.psum(x, ("host", "device"))[:2],
+            "rank 0: a result of shape .2,., not .64,.",
+        ),
+        # Right within roundoff, but not the same bits everywhere.
+        (
+            lambda x: lax.psum(x, ("host", "device")) * (1 + 2**-23 * (lax.axis_index("host") > 0)),
+            "2 different results on replicas",
+        ),
+    ],
+)
+def test_wrong_results_are_refused(body, said, eight):
+    mesh, inputs, x = eight
+    wrong = Program(run=compiled(mapped(mesh, body), x))
+    with pytest.raises(WrongResultError, match=said):
+        check("wrong", wrong, x, Expected("psum", inputs), Meeting("wrong"), mesh)
 
 
 # The command line.

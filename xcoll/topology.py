@@ -6,11 +6,13 @@ import functools
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from xcoll.errors import unknown
+from xcoll.hardware import profiles
 from xcoll.hardware.curves import CodecRate as CodecRate
 from xcoll.hardware.curves import Curve as Curve
 from xcoll.hardware.fields import axis_sizes, many, word
@@ -160,6 +162,31 @@ class Topology:
             return cls.unknown(sizes, found)
         device, placed, name = found
         return cls(axes=placed, device=device, name=name)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mesh: Mesh) -> Topology:
+        """Reads the topology of a profile that `xcoll.tune`, or ``xcoll tune``, has written.
+
+        Its name is that of the file, and so reports say which profile planned.
+
+        Args:
+          path: of the profile.
+          mesh: the mesh to plan for. The profile has to be of the same axes, in the same order, the
+            same devices in the same processes, and measured by this version of jax.
+
+        Raises:
+          TypeError: ``mesh`` has no devices.
+          FileNotFoundError: there is no such file.
+          ValueError: it is no profile, or a corrupt one; it is of another mesh, or older than this
+            jax or this format. The message says what differs.
+        """
+        if getattr(mesh, "devices", None) is None:
+            raise TypeError(f"Topology.load(mesh={mesh!r}): must be a jax.sharding.Mesh")
+        content, system = profiles.load("Topology.load", path)
+        profiles.check("Topology.load", path, system, mesh)
+        found = cls.from_json(json.dumps(content.get("topology")))
+        name = f"profile {os.path.basename(path)} {found.fingerprint}"
+        return replace(found, name=name)
 
     @classmethod
     def unknown(cls, axes: Mapping[str, int], why: str = "the hardware is not known") -> Topology:

@@ -46,8 +46,10 @@ class Expected:
           ValueError: the result has another size, or is not finite.
         """
         exact = self._combine(rank, None)
-        if result.shape != exact.shape or not np.isfinite(result).all():
-            raise ValueError(f"{result.shape} for {exact.shape}, or values that are not finite")
+        if result.shape != exact.shape:
+            raise ValueError(f"a result of shape {result.shape}, not {exact.shape}")
+        if not np.isfinite(result).all():
+            raise ValueError("a result with values that are not finite")
         error = np.abs(result - exact)
         moved = error > 0
         return float((error[moved] / self._combine(rank, block)[moved]).max(initial=0.0))
