@@ -1,5 +1,6 @@
 """Turns on a slow link, and chunks behind it: what stages do, on virtual devices."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -29,17 +30,20 @@ MESHES = {
 }
 
 
-def planned(name, choice, policy=None, elements=16384, dtype=np.float32):
+def planned(name, choice, policy=None, elements=16384, copy_bytes_per_s=None):
     """Runs a psum over all axes of a mesh; returns inputs, results by rank, plan and program."""
     axes, sizes, text = MESHES[name]
     mesh = mesh_of(*sizes, names=axes)
     n = int(np.prod(sizes))
-    x = np.random.default_rng(7).integers(-8, 9, (n, elements)).astype(dtype)
+    x = np.random.default_rng(7).integers(-8, 9, (n, elements)).astype(np.float32)
     body = jax.shard_map(
         lambda v: lax.psum(v, axes), mesh=mesh, in_specs=P(axes), out_specs=P(axes), check_vma=False
     )
     policy = policy or Policy(algorithm=choice)
     topology = xcoll.Topology.parse(f"{text}@{RATE}", axes=dict(zip(axes, sizes, strict=True)))
+    if copy_bytes_per_s:
+        device = dataclasses.replace(topology.device, copy_bytes_per_s=copy_bytes_per_s)
+        topology = dataclasses.replace(topology, device=device)
     ours = xcoll.optimize(body, policy=policy, topology=topology)
     sharding = jax.NamedSharding(mesh, P(axes))
     compiled = jax.jit(ours).lower(jax.device_put(x, sharding)).compile()
@@ -98,15 +102,16 @@ def test_without_devices_beside_there_are_no_turns():
 def test_chunks_change_no_bit(name, top, codec):
     """The same blocks are encoded, whatever chunk they are in."""
     policy = Policy(algorithm=hierarchical("native", top), codec={"host": codec}, min_bytes=0)
-    elements = 8 * 131072
-    _, whole, plan, *_ = planned(name, None, policy, elements)
+    # A codec so slow that its work is worth hiding.
+    slow = dict(elements=8 * 16384, copy_bytes_per_s=30_000_000)
+    _, whole, plan, *_ = planned(name, None, policy, **slow)
     assert any(stage.num_chunks > 1 for stage in plan.stages)
     assert_same_bits(whole, np.broadcast_to(whole[:1], whole.shape), "replicas")
     before = sharing._CHUNKS
     xcoll.planner._plan.cache_clear()
     try:
         sharing._CHUNKS = ()
-        _, once, single, *_ = planned(name, None, policy, elements)
+        _, once, single, *_ = planned(name, None, policy, **slow)
     finally:
         sharing._CHUNKS = before
         xcoll.planner._plan.cache_clear()
