@@ -47,13 +47,18 @@ format: .venv/installed-dev ## let ruff rewrite the files
 types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
-bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs
+bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs, regret, slow links, training over one
 	$(RUN) bench/overhead.py
 	$(RUN) bench/planner.py
 	$(RUN) bench/schedules.py
 	$(RUN) bench/audit.py
 	$(RUN) bench/kernels.py
 	$(RUN) bench/errors.py
+	$(RUN) -m bench.regret --quick || [ $$? = 125 ]
+	$(RUN) -m bench.wire --quick || [ $$? = 125 ]
+	$(RUN) -m bench.cluster --hosts 2 --devices 4 --rate 200mbit -- python examples/train_lm.py \
+	  --distributed --quick --mesh host=2,device=4 --topology '2*cpu:4@200Mbit' --out runs/hosts \
+	  || [ $$? = 125 ]
 
 convergence: .venv/installed-bench ## train through each codec and compressor: about 10 minutes
 	$(RUN) bench/convergence.py

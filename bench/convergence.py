@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import lm_codecs
 import lm_data
 import lm_devices
+import lm_job
 import lm_runs
 import numpy as np
 import optax
@@ -69,7 +70,7 @@ HELD_OUT_SEQUENCES = 1024
 class Variant:
     """A compiled step, its state to start from, and what its program sends."""
 
-    def __init__(self, name: str, job: train_lm.Job) -> None:
+    def __init__(self, name: str, job: lm_job.Job) -> None:
         optimizer, policy = job.optimizer, xcoll.Policy()
         compression = VARIANTS[name]
         if compression is not None:
@@ -78,7 +79,7 @@ class Variant:
         self.job = replace(job, optimizer=optimizer, syncs=optimizer is not job.optimizer)
         step = xcoll.optimize(train_lm.make_step(self.job), policy=policy, topology=TOPOLOGY)
         tokens = lm_data.place(np.zeros((BATCH, CONFIG.seq_len + 1), np.int32), job.mesh)
-        args = (*train_lm.initial_state(self.job, 0), tokens)
+        args = (*lm_job.initial_state(self.job, 0), tokens)
         self.program = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
         self.sent = hlo.wire_bytes(self.program, job.mesh)
         self.dtypes = lm_runs.wire_dtypes(self.program, job.mesh, SLOW_AXIS)
@@ -93,7 +94,7 @@ class Variant:
 def run(steps: int, seeds: int, console: Console) -> dict[str, Any]:
     """Trains all variants from all seeds; returns the figures."""
     mesh = lm_devices.make_mesh(AXES)
-    job = train_lm.Job(CONFIG, optax.adamw(LEARNING_RATE), mesh)
+    job = lm_job.Job(CONFIG, optax.adamw(LEARNING_RATE), mesh)
     corpus = lm_data.stdlib_corpus()
     graph = nnx.graphdef(job.model)
     evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
@@ -116,7 +117,7 @@ def run(steps: int, seeds: int, console: Console) -> dict[str, Any]:
             losses: list[list[float]] = []
             ends: list[float] = []
             for seed in range(seeds):
-                params, state = train_lm.initial_state(variant.job, seed)
+                params, state = lm_job.initial_state(variant.job, seed)
                 losses.append([])
                 for index in range(steps):
                     text = lm_data.windows(corpus.train, BATCH, CONFIG.seq_len, (seed, index))

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lm_data
 import lm_devices
+import lm_job
 import numpy as np
 import optax
 import train_lm
@@ -45,7 +46,7 @@ LIMITS = {"native": 1.15, "ring": 1.5}
 """Compile time relative to plain that each variant may take."""
 
 
-def variants(job: train_lm.Job, topology: str) -> dict[str, Callable[[], Callable[..., Any]]]:
+def variants(job: lm_job.Job, topology: str) -> dict[str, Callable[[], Callable[..., Any]]]:
     """Returns makers of the step: plain, with native plans, with a ring forced.
 
     Makers, so that every round starts with a function that jax has not traced.
@@ -102,8 +103,8 @@ def run(rounds: int, steps: int, topology: str) -> dict[str, Any]:
         mesh = lm_devices.make_mesh({"host": 2, "device": 4})
     except ValueError as err:
         raise SystemExit(str(err)) from None
-    job = train_lm.Job(Config(), optax.adamw(1e-3), mesh)
-    state = train_lm.initial_state(job, seed=0)
+    job = lm_job.Job(Config(), optax.adamw(1e-3), mesh)
+    state = lm_job.initial_state(job, seed=0)
     text = lm_data.windows(lm_data.stdlib_corpus().train, 16, 64, (0,))
     args = (*state, lm_data.place(text, mesh))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,27 @@ def gradient_difference(
 def roundings(report: xcoll.Report, native: int) -> int:
     """Returns how often a term of a sum is rounded at most, in any group of a program."""
     return max((s.plan.error_bound if s.plan else native for s in report.sites), default=0)
+
+
+def check_gradients(
+    probe: Callable[..., Any], optimised: Any, params: Tree, tokens: jax.Array
+) -> tuple[dict[str, float], tuple[Tree, Tree]]:
+    """Runs two programs of the same gradients, and compares them as `gradient_difference` does.
+
+    Args:
+      probe: maps (parameters, tokens) to averaged gradients and those of each device.
+      optimised: the same through `xcoll.optimize`.
+      params: the parameters.
+      tokens: a batch.
+
+    Returns:
+      What `gradient_difference` returns, and what the second program computed.
+    """
+    found = jax.jit(optimised)(params, tokens)
+    plain = jax.jit(probe)(params, tokens)
+    native = jax.tree.leaves(plain[1])[0].shape[0] - 1
+    total = native + roundings(optimised.reports[-1], native)
+    return gradient_difference(plain, found, roundings=total), found
 
 
 def rewrites_gradients(report: xcoll.Report) -> bool:

@@ -18,6 +18,12 @@ from lm_model import Config
 import xcoll
 from xcoll.algorithms import check_choice
 
+ONE_STEP = ("algorithm", "codec", "compressor", "fsdp")
+"""Options that describe one step, which is then compared with the plain one."""
+
+QUICK = {"steps": 6, "batch": 8, "seq_len": 32, "dim": 256, "layers": 1}
+"""Defaults where it has to be quick."""
+
 
 def fail(message: object) -> NoReturn:
     """Prints the first line of a message and exits, as argparse does, with code 2."""
@@ -47,7 +53,9 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
         nargs="?",
         const=(),
         metavar="ADDRESS,COUNT,INDEX",
-        help="one of several processes; a TPU pod and Slurm say which one by themselves",
+        help="one of several processes; a TPU pod and Slurm say which one by themselves. Trains"
+        " plain, exact, int8 and int4 with error feedback, unless one step is described by"
+        " --algorithm, --codec, --compressor or --fsdp",
     )
     parser.add_argument(
         "--topology",
@@ -90,8 +98,29 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
     parser.add_argument("--dim", type=_whole(1, step=Config.heads), default=256, help="width")
     parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument(
+        "--target-loss",
+        type=_converted(_number),
+        help="with --distributed: the loss that time is taken to; the lowest that all reach",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="with --distributed: a small model and few steps"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="with --distributed: figures to standard output"
+    )
+    if "--quick" in (sys.argv[1:] if argv is None else argv):
+        parser.set_defaults(**QUICK)
     args = parser.parse_args(argv)
+    one = [f"--{name}" for name in ONE_STEP if getattr(args, name)]
+    args.variants = args.distributed is not None and not one
     try:
+        for option in ("target_loss", "quick", "json"):
+            if getattr(args, option) and not args.variants:
+                raise ValueError(
+                    f"--{option.replace('_', '-')}: of the variants that --distributed trains"
+                    + (f"; {' and '.join(one)} compares one step" if one else "")
+                )
         args.compression = compression(args.codec, args.compressor, args.error_feedback)
         if args.max_ratio is not None and args.compression is None:
             raise ValueError(
@@ -106,7 +135,7 @@ def settings(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """Returns the options, and what they ran on, as values for JSON."""
     found = vars(args) | {"out": str(args.out), "jax": jax.__version__, "mesh": dict(mesh.shape)}
     found["device_kind"] = mesh.devices.flat[0].device_kind
-    for option in ("codec", "compressor", "compression"):
+    for option in ("codec", "compressor", "compression", "variants"):
         del found[option]
     if args.compression is not None:
         found["compression"] = args.compression.name

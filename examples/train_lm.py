@@ -14,21 +14,25 @@ The same with int8 between the hosts, as a third run beside the other two::
     python examples/train_lm.py --virtual-devices 8 --mesh host=2,device=4 \
         --topology '2*cpu:4@200Mbit' --codec int8@host
 
-The devices that are there (TPU, GPU or CPU), one process or several::
+The devices that are there (TPU, GPU or CPU)::
 
     python examples/train_lm.py
+
+Several processes: plain, exact, int8 and int4 with error feedback in turn, against the clock::
+
     srun python examples/train_lm.py --distributed
+    python -m bench.cluster --hosts 2 --devices 4 --rate 200mbit -- python examples/train_lm.py \
+        --distributed --mesh host=2,device=4 --topology '2*cpu:4@200Mbit'
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,76 +40,21 @@ import jax.numpy as jnp
 import lm_compare
 import lm_compressed
 import lm_data
+import lm_hosts
 import lm_runs
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from lm_devices import initialize_processes, make_mesh, use_virtual_devices
-from lm_model import Config, Transformer, next_byte_loss
+from lm_job import Job, batches, initial_state
+from lm_model import Config, next_byte_loss
 from lm_options import arguments, check_topology, fail, settings
 from rich.console import Console
 
 import xcoll
-from xcoll import gradients
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is trained, with what, on which devices, and how its parameters are laid out.
-
-    Attributes:
-      config: sizes of the model.
-      optimizer: the optax transformation.
-      mesh: the devices; every axis carries data.
-      fsdp: keep each parameter, and its optimizer state, in shards over all devices.
-      syncs: the optimizer averages gradients itself (`xcoll.gradients.sync`).
-    """
-
-    config: Config
-    optimizer: optax.GradientTransformation
-    mesh: Mesh
-    fsdp: bool = False
-    syncs: bool = False
-
-    @functools.cached_property
-    def model(self) -> Transformer:
-        """The model with shapes in place of arrays."""
-        return nnx.eval_shape(lambda: Transformer(self.config, nnx.Rngs(0)))
-
-    @property
-    def params(self) -> Tree:
-        """Shapes and dtypes of the parameters."""
-        return nnx.as_pure(nnx.state(self.model, nnx.Param))
-
-    @property
-    def shard_dims(self) -> Tree:
-        """For each parameter the dimension it is cut along, or -1 where it is replicated."""
-
-        def dim(param: jax.ShapeDtypeStruct) -> int:
-            divides = [size % self.mesh.size == 0 for size in param.shape]
-            return divides.index(True) if self.fsdp and any(divides) else -1
-
-        return jax.tree.map(dim, self.params)
-
-    @property
-    def specs(self) -> tuple[Tree, Tree, PartitionSpec]:
-        """Partition specs of the parameters, the optimizer state and the tokens."""
-        axes = self.mesh.axis_names
-        params = jax.tree.map(
-            lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, axes),
-            self.shard_dims,
-        )
-        state = gradients.state_specs(
-            jax.eval_shape(self.optimizer.init, self.params), self.params, params
-        )
-        return params, state, PartitionSpec(axes)
-
-    def shardings(self, specs: Tree) -> Tree:
-        """Turns partition specs into shardings on the mesh."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
 
 def make_gradients(job: Job) -> tuple[Callable[..., Any], Callable[[Tree], Tree]]:
@@ -138,15 +87,19 @@ def make_gradients(job: Job) -> tuple[Callable[..., Any], Callable[[Tree], Tree]
     return local, lambda grads: jax.tree.map(mean, grads, dims)
 
 
-def make_step(job: Job) -> Callable[..., Any]:
-    """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
+def make_step(job: Job, *, alone: bool = False) -> Callable[..., Any]:
+    """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``.
+
+    With ``alone`` the same step without its collectives: each device learns from its own gradients
+    and keeps parameters of its own, whatever their sharding says. That is for a stopwatch.
+    """
     local_gradients, average = make_gradients(job)
 
     def step(params: Tree, opt_state: Tree, tokens: jax.Array) -> tuple[Tree, Tree, jax.Array]:
         loss, grads = local_gradients(params, tokens)
-        grads = grads if job.syncs else average(grads)
+        grads = grads if job.syncs or alone else average(grads)
         updates, opt_state = job.optimizer.update(grads, opt_state, params)
-        loss = jax.lax.pmean(loss, job.mesh.axis_names)
+        loss = loss if alone else jax.lax.pmean(loss, job.mesh.axis_names)
         return optax.apply_updates(params, updates), opt_state, loss
 
     params, state, tokens = job.specs
@@ -155,6 +108,7 @@ def make_step(job: Job) -> Callable[..., Any]:
         mesh=job.mesh,
         in_specs=(params, state, tokens),
         out_specs=(params, state, PartitionSpec()),
+        check_vma=not alone,
     )
 
 
@@ -170,16 +124,6 @@ def make_probe(job: Job) -> Callable[..., Any]:
     return jax.shard_map(
         probe, mesh=job.mesh, in_specs=(params, tokens), out_specs=(params, tokens)
     )
-
-
-def initial_state(job: Job, seed: int) -> tuple[Tree, Tree]:
-    """Returns parameters and optimizer state, placed on the mesh; the same for the same seed."""
-
-    def init() -> tuple[Tree, Tree]:
-        params = nnx.as_pure(nnx.state(Transformer(job.config, nnx.Rngs(seed)), nnx.Param))
-        return params, job.optimizer.init(params)
-
-    return jax.jit(init, out_shardings=job.shardings(job.specs[:2]))()
 
 
 def set_up(args: argparse.Namespace) -> Mesh:
@@ -207,7 +151,7 @@ def set_up(args: argparse.Namespace) -> Mesh:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains both ways and compares; returns 1 where they do not agree."""
+    """Trains in each way and compares; returns 1 where they do not agree."""
     args = arguments(argv, (__doc__ or "").splitlines()[0])
     mesh = set_up(args)
     corpus = lm_data.stdlib_corpus()
@@ -215,6 +159,34 @@ def main(argv: list[str] | None = None) -> int:
         fail(f"--seq-len {args.seq_len}: the held-out text has {len(corpus.held_out)} bytes")
     config = Config(seq_len=args.seq_len, dim=args.dim, layers=args.layers)
     job = Job(config, optax.adamw(args.lr), mesh, args.fsdp)
+    # A log has no width of its own; 80 columns would squeeze the table of collectives.
+    width = None if sys.stdout.isatty() else 120
+    console = Console(quiet=jax.process_index() != 0, width=width, stderr=args.json)
+    graph = nnx.graphdef(job.model)
+    evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
+    windows = list(itertools.islice(batches(corpus.held_out, job, args, 0), 8))
+
+    def held_out(params: Tree) -> float:
+        return float(np.mean([evaluate(params, tokens) for tokens in windows]))
+
+    if args.variants:
+        return lm_hosts.run(
+            job, args, corpus, make_step=make_step, make_probe=make_probe,
+            held_out=held_out, console=console,
+        )  # fmt: skip
+    return pair(job, args, corpus, held_out=held_out, console=console)
+
+
+def pair(
+    job: Job,
+    args: argparse.Namespace,
+    corpus: lm_data.Corpus,
+    *,
+    held_out: Callable[[Tree], float],
+    console: Console,
+) -> int:
+    """Trains plain and optimised, and with a codec or a compressor where one was asked for."""
+    mesh = job.mesh
     step, probe = make_step(job), make_probe(job)
 
     policy = xcoll.Policy(algorithm=args.algorithm)
@@ -227,12 +199,6 @@ def main(argv: list[str] | None = None) -> int:
             make_step(jobs[third.name]), policy=lossy, topology=args.topology
         )
 
-    # A log has no width of its own; 80 columns would squeeze the table of collectives.
-    width = None if sys.stdout.isatty() else 120
-    console = Console(quiet=jax.process_index() != 0, width=width)
-    graph = nnx.graphdef(job.model)
-    evaluate = jax.jit(lambda params, tokens: next_byte_loss(nnx.merge(graph, params), tokens))
-    held_out = list(itertools.islice(batches(corpus.held_out, job, args, 0), 8))
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
     state = initial_state(job, args.seed)
     plain, exact, *others = lm_runs.train(
@@ -240,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
         lambda name: copy(state) if jobs[name] is job else initial_state(jobs[name], args.seed),
         batches(corpus.train, job, args, args.seed),
         num_steps=args.steps,
-        held_out=lambda params: float(np.mean([evaluate(params, t) for t in held_out])),
+        held_out=held_out,
         mesh=mesh,
         console=console,
         topology=args.topology,
@@ -252,17 +218,16 @@ def main(argv: list[str] | None = None) -> int:
         step, *state, tokens, policy=xcoll.Policy.native(), topology=args.topology
     )
     optimised_probe = xcoll.optimize(probe, policy=policy, topology=args.topology)
-    found = jax.jit(optimised_probe)(state[0], tokens)
-    roundings = lm_compare.roundings(optimised_probe.reports[-1], mesh.size - 1)
-    gradient = lm_compare.gradient_difference(
-        jax.jit(probe)(state[0], tokens), found, roundings=mesh.size - 1 + roundings
-    )
+    gradient, found = lm_compare.check_gradients(probe, optimised_probe, state[0], tokens)
     is_planned = mesh.size > 1 and bool(args.topology or args.algorithm)
     further = None
     if third is not None:
         lossy_probe = xcoll.optimize(probe, policy=lossy, topology=args.topology)
         error = lm_compressed.gradient_error(
-            found, jax.jit(lossy_probe)(state[0], tokens)[0], lossy_probe.reports[-1], roundings
+            found,
+            jax.jit(lossy_probe)(state[0], tokens)[0],
+            lossy_probe.reports[-1],
+            lm_compare.roundings(optimised_probe.reports[-1], mesh.size - 1),
         )
         further = lm_compressed.compare(
             exact,
@@ -287,13 +252,6 @@ def main(argv: list[str] | None = None) -> int:
         console=console,
         further=further,
     )
-
-
-def batches(text: np.ndarray, job: Job, args: argparse.Namespace, seed: int) -> Iterator[jax.Array]:
-    """Yields batches of windows of the text, placed on the mesh."""
-    for index in itertools.count():
-        tokens = lm_data.windows(text, args.batch, args.seq_len, (seed, index))
-        yield lm_data.place(tokens, job.mesh)
 
 
 if __name__ == "__main__":

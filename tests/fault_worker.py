@@ -12,12 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax import lax
 
 import xcoll
+from xcoll.hardware import profiles
 
 HERE = os.environ["SLURM_PROCID"]
 ASKED = json.loads(sys.argv[1])
@@ -45,6 +48,17 @@ def do(fault):
         os.kill(os.getpid(), getattr(signal, fault))
 
 
+def profile(text, mesh):
+    """The topology of a profile that this process has, of a mesh as the text says."""
+    path = Path(ASKED["directory"]) / f"profile{HERE}.json"
+    shape = {name: int(size) for name, size in mesh.shape.items()}
+    if text != "none":
+        topology = json.loads(xcoll.Topology.parse(text, shape).to_json())
+        content = {"system": asdict(profiles.System.of(mesh)), "topology": topology}
+        path.write_text(profiles.encode(content))
+    return xcoll.Topology.load(path, mesh)
+
+
 def train(hosts):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(jax.process_count(), -1), AXES)
     values = np.arange(mine("elements", 1024) * jax.device_count(), dtype=np.float32)
@@ -54,7 +68,10 @@ def train(hosts):
         lambda v: lax.psum(v, AXES), mesh=mesh, in_specs=jax.P(AXES), out_specs=jax.P()
     )
     policy = xcoll.Policy(algorithm=mine("algorithm")) if mine("algorithm") else None
-    step = jax.jit(xcoll.optimize(fn, policy=policy, topology=mine("topology")))
+    topology = mine("topology")
+    if mine("profile"):
+        topology = profile(mine("profile"), mesh)
+    step = jax.jit(xcoll.optimize(fn, policy=policy, topology=topology))
     expected = values.reshape(jax.device_count(), -1).sum(0)
     for number in range(mine("steps", 100_000)):
         np.testing.assert_array_equal(step(x).addressable_shards[0].data, expected)

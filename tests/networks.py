@@ -36,9 +36,15 @@ def switch(num_ranks):
 
 
 def hosts(num_hosts, per_host, platform="tpu"):
-    """One mesh axis over hosts whose devices share an uplink, a tenth as fast as inside."""
+    """One mesh axis over hosts whose devices share an uplink, a tenth as fast as inside.
+
+    CPU hosts swap half-duplex, as over Gloo.
+    """
+    duplex = {"swap_percent": 196, "unlike_percent": 101} if platform == "cpu" else {}
     inner = Link(kind="nvlink", network="switch", bandwidth_bytes_per_s=10**10, latency_ps=2)
-    outer = Link(kind="network", network="switch", bandwidth_bytes_per_s=10**9, latency_ps=7)
+    outer = Link(
+        kind="network", network="switch", bandwidth_bytes_per_s=10**9, latency_ps=7, **duplex
+    )
     return Topology(
         axes=_axis(
             Level(size=per_host, link=inner, dimension="device"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xcoll.hardware import kinds, load
-from xcoll.topology import AxisLinks, Device, Level, Link, Topology
+from xcoll.topology import AxisLinks, CodecRate, Curve, Device, Level, Link, Topology
 
 
 def levels(topology, axis):
@@ -286,9 +286,9 @@ LEVEL = ("axes", 0, "levels", 0)
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("version",), 2, "'version': 1"),
-        (("version",), "1", "'version': 1"),
-        (("version",), ..., "'version': 1"),
+        (("version",), 1, "'version': 2"),
+        (("version",), "2", "'version': 2"),
+        (("version",), ..., "'version': 2"),
         (("colour",), "red", "unknown field 'colour'"),
         (("nam",), "x", "Did you mean 'name'"),
         (("axes",), ..., "'axes' is missing"),
@@ -325,7 +325,7 @@ def test_json_with_one_thing_wrong(path, value, says):
 def test_json_by_hand_may_leave_out_what_has_a_default_and_write_floats():
     link = {"kind": "lan", "network": "switch", "bandwidth_bytes_per_s": 25e6}
     level = {"size": 2, "link": link, "dimension": "host"}
-    data = {"version": 1, "axes": [{"name": "host", "levels": [level]}]}
+    data = {"version": 2, "axes": [{"name": "host", "levels": [level]}]}
     found = Topology.from_json(json.dumps(data))
     lan = Link(kind="lan", network="switch", bandwidth_bytes_per_s=25_000_000)
     host = Level(size=2, link=lan, dimension="host")
@@ -355,7 +355,16 @@ def test_written_out():
 
 LINK = Link(kind="x", network="switch", bandwidth_bytes_per_s=1)
 HARDWARE = {
-    Link: {"kind": "x", "network": "switch", "bandwidth_bytes_per_s": 1, "latency_ps": 0},
+    Link: {
+        "kind": "x",
+        "network": "switch",
+        "bandwidth_bytes_per_s": 1,
+        "latency_ps": 0,
+        "swap_percent": 100,
+        "unlike_percent": 100,
+    },
+    Curve: {"collective": "all_reduce", "axes": ("a",), "points": ((1, 1), (2, 2))},
+    CodecRate: {"codec": "int8", "encode_bytes_per_s": 1, "decode_bytes_per_s": 1},
     Level: {
         "size": 2,
         "link": LINK,
@@ -375,20 +384,30 @@ HARDWARE = {
         "step_ps": 0,
         "num_hosts": 1,
         "version": "",
+        "codec_rates": (CodecRate(codec="int8", encode_bytes_per_s=1, decode_bytes_per_s=1),),
+        "overlap_percent": 0,
     },
     Topology: {
         "axes": (AxisLinks(name="a", levels=()),),
         "device": None,
         "name": "n",
         "why_unknown": "",
+        "measured": (),
     },
 }
 """Fields of everything that users write, with valid values."""
 
 LEAST = {
-    Link: {"bandwidth_bytes_per_s": 1, "latency_ps": 0},
+    Link: {"bandwidth_bytes_per_s": 1, "latency_ps": 0, "swap_percent": 1, "unlike_percent": 1},
+    CodecRate: {"encode_bytes_per_s": 1, "decode_bytes_per_s": 1},
     Level: {"size": 1, "extent": 0, "stride": 1, "shared_by": 1},
-    Device: {"memory_bytes_per_s": 1, "copy_bytes_per_s": 1, "step_ps": 0, "num_hosts": 1},
+    Device: {
+        "memory_bytes_per_s": 1,
+        "copy_bytes_per_s": 1,
+        "step_ps": 0,
+        "num_hosts": 1,
+        "overlap_percent": 0,
+    },
 }
 """Their numbers, and the least that each may be."""
 
@@ -459,6 +478,15 @@ def test_floats_of_whole_numbers_make_the_same_topology():
         (Device, {"platform": "CPU"}, "Did you mean 'cpu'?"),
         (Device, {"kind": "v5e", "platform": "gpu"}, "v5e is of platform 'tpu'"),
         (Topology, {"axes": (AxisLinks(name="a", levels=()),) * 2}, "axis 'a' is there twice"),
+        (Curve, {"collective": "allreduce"}, "Did you mean 'all_reduce'?"),
+        (Curve, {"axes": ()}, "name one mesh axis or several"),
+        (Curve, {"axes": ("a", "a")}, "each once"),
+        (Curve, {"points": ((1, 1),)}, "at least two"),
+        (Curve, {"points": ((1, 1), (1, 2))}, "by rising bytes"),
+        (Curve, {"points": ((1, 2), (2, 1))}, "times that do not fall"),
+        (Curve, {"points": ((1, 2, 3), (2, 1, 3))}, "no pair"),
+        (Curve, {"points": ((1, 2), (2, -1))}, "at least 0"),
+        (CodecRate, {"codec": ""}, "must not be empty"),
     ],
 )
 def test_impossible_hardware(kind, changes, says):

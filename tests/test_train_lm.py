@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import lm_compare
 import lm_data
+import lm_job
 import lm_runs
 import numpy as np
 import optax
-import processes
 import pytest
 import train_lm
 from flax import nnx
@@ -30,8 +30,8 @@ BATCH = 16
 HOSTS = {"host": 2, "device": 4}
 
 
-def make_job(mesh: Mesh, fsdp: bool, config: Config = CONFIG) -> train_lm.Job:
-    return train_lm.Job(config, optax.adamw(1e-3), mesh, fsdp)
+def make_job(mesh: Mesh, fsdp: bool, config: Config = CONFIG) -> lm_job.Job:
+    return lm_job.Job(config, optax.adamw(1e-3), mesh, fsdp)
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def test_gradient_is_that_of_the_whole_batch_on_one_device(mesh, fsdp, optimise)
     probe = train_lm.make_probe(job)
     if optimise:
         probe = xcoll.optimize(probe, policy=xcoll.Policy(algorithm="ring"))
-    params, _ = train_lm.initial_state(job, seed=0)
+    params, _ = lm_job.initial_state(job, seed=0)
     averaged, _ = jax.jit(probe)(params, lm_data.place(tokens(), job.mesh))
     # Both compute the same sum over 16 x 16 positions, in float32 and in different orders. Each
     # backward pass is some thirty operations deep, with dot products of up to 256 terms, and
@@ -79,7 +79,7 @@ def test_gradient_is_that_of_the_whole_batch_on_one_device(mesh, fsdp, optimise)
 @pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "fsdp"])
 def test_a_step_moves_the_parameters_as_adamw_on_one_device_does(fsdp):
     job = make_job(make_mesh(HOSTS), fsdp)
-    params, state = train_lm.initial_state(job, seed=0)
+    params, state = lm_job.initial_state(job, seed=0)
     step = jax.jit(train_lm.make_step(job))
     moved, _, loss = step(params, state, lm_data.place(tokens(), job.mesh))
     _, alone = split_model()
@@ -98,7 +98,7 @@ def test_a_step_moves_the_parameters_as_adamw_on_one_device_does(fsdp):
 
 def test_fsdp_keeps_an_eighth_on_each_device():
     job = make_job(make_mesh(HOSTS), fsdp=True)
-    params, state = train_lm.initial_state(job, seed=0)
+    params, state = lm_job.initial_state(job, seed=0)
     for leaf in jax.tree.leaves((params, state)):
         if leaf.ndim:
             assert leaf.addressable_shards[0].data.size * 8 == leaf.size
@@ -147,14 +147,6 @@ def test_end_to_end_on_one_device(tmp_path):
     assert summary["runs"]["plain"]["busiest"] == {"device": 0}
 
 
-def test_end_to_end_in_two_processes(tmp_path):
-    options = ["--virtual-devices", "4", "--topology", "2*cpu:4@200Mbit", "--out", str(tmp_path)]
-    processes.run_distributed(train_lm.__file__, *SMALL, *options)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["checks"] == dict.fromkeys(summary["checks"], True)
-    assert summary["runs"]["optimised"]["collectives"].keys() > {"reduce-scatter", "all-gather"}
-
-
 def test_a_topology_that_is_not_rewritten_for_fails(tmp_path):
     code, summary = run_example(
         tmp_path, "--mesh", "device=8", "--topology", "cpu:8", "--algorithm", "native"
@@ -165,7 +157,7 @@ def test_a_topology_that_is_not_rewritten_for_fails(tmp_path):
 
 def planned(policy: xcoll.Policy, fsdp: bool = False) -> xcoll.Report:
     job = make_job(make_mesh(HOSTS), fsdp)
-    state = train_lm.initial_state(job, seed=0)
+    state = lm_job.initial_state(job, seed=0)
     return xcoll.explain(train_lm.make_step(job), *state, tokens(), policy=policy)
 
 
@@ -341,6 +333,10 @@ BAD = {
     "an unknown topology": ("--topology", "nonsense"),
     "another topology": ("--mesh", "device=4", "--topology", "2*cpu:4@200Mbit"),
     "an unknown option": ("--nonsense",),
+    "quick in one process": ("--quick",),
+    "figures of variants in one process": ("--json",),
+    "variants of one step": ("--distributed", "--quick", "--fsdp"),
+    "a target that is no loss": ("--distributed", "--target-loss", "-3"),
 }
 
 

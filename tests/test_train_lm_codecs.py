@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import lm_codecs
 import lm_compressed
 import lm_data
+import lm_job
 import lm_options
 import lm_runs
 import numpy as np
@@ -38,7 +39,7 @@ def run_example(tmp_path, *options: str) -> tuple[int, dict]:
 
 def elements(leaf_filter) -> int:
     """Elements of the small model's parameters that pass."""
-    job = train_lm.Job(Config(seq_len=16, dim=128, layers=1), optax.adamw(1e-3), make_mesh(HOSTS))
+    job = lm_job.Job(Config(seq_len=16, dim=128, layers=1), optax.adamw(1e-3), make_mesh(HOSTS))
     return sum(math.prod(p.shape) for p in jax.tree.leaves(job.params) if leaf_filter(p))
 
 
@@ -122,11 +123,11 @@ def test_the_default_demo_has_two_runs(tmp_path):
 
 
 def test_residuals_are_of_each_device():
-    job = train_lm.Job(Config(seq_len=16, dim=32, layers=1), optax.adamw(1e-3), make_mesh(HOSTS))
+    job = lm_job.Job(Config(seq_len=16, dim=32, layers=1), optax.adamw(1e-3), make_mesh(HOSTS))
     chosen = lm_codecs.parse_compressor("error_feedback:int4@host")
     optimizer, _ = chosen.apply(job.optimizer, xcoll.Policy(), job.mesh)
-    job = train_lm.Job(job.config, optimizer, job.mesh, syncs=True)
-    params, state = train_lm.initial_state(job, seed=0)
+    job = lm_job.Job(job.config, optimizer, job.mesh, syncs=True)
+    params, state = lm_job.initial_state(job, seed=0)
     tokens = np.random.default_rng(0).integers(0, 256, (8, 17)).astype(np.int32)
     step = jax.jit(train_lm.make_step(job))
     _, state, _ = step(params, state, lm_data.place(tokens, job.mesh))

@@ -13,6 +13,8 @@ from xcoll import codecs as codecs
 from xcoll import gradients as gradients
 from xcoll import hlo as hlo
 from xcoll import sharding as sharding
+from xcoll.calibration.result import Calibration as Calibration
+from xcoll.calibration.tuning import tune as tune
 from xcoll.collectives import all_gather as all_gather
 from xcoll.collectives import all_to_all as all_to_all
 from xcoll.collectives import pbroadcast as pbroadcast

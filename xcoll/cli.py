@@ -1,4 +1,4 @@
-"""The command line: ``xcoll plan`` and ``xcoll audit``."""
+"""The command line: ``xcoll plan``, ``xcoll audit`` and ``xcoll tune``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from xcoll.commands import auditing, planning
+from xcoll.commands import auditing, planning, tuning
 from xcoll.commands.usage import UsageError
 
 
@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     planning.add(commands)
     auditing.add(commands)
+    tuning.add(commands)
     return parser
 
 

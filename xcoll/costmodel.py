@@ -3,7 +3,8 @@
 The time of a plan is the sum over its stages, and that of a stage the sum over the phases of
 the algorithm's closed form: what it costs to start the step, the latency of the hops, the bytes
 on the busiest link over its bandwidth, and the local work. Nothing is assumed to overlap except
-what one step holds (its lanes). Every division is of integers, so that no plan depends on the
+what one step holds (its lanes), and the codec's work on one chunk with the transfer of another.
+Every division is of integers, so that no plan depends on the
 processor that priced it.
 
 References:
@@ -20,7 +21,8 @@ from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
-from xcoll.natives import native_ps, transfer_ps
+from xcoll.local_work import coding_ps
+from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
@@ -211,23 +213,35 @@ class Pricer:
         if stage.choice.name == "native":
             collective = native_as(stage.collective, device.platform)
             num_bytes = operand.num_elements * self._itemsize_in(collective)
-            return native_ps(device, shape.digits, collective, num_bytes)
-        items, _, itemsize = wire_slot(stage, operand.slot_elements, "", self.itemsize)
+            return native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
+        chunks = stage.num_chunks
+        slot = operand.slot_elements // chunks
+        items, _, itemsize = wire_slot(stage, slot, "", self.itemsize)
         slot_bytes = items * itemsize
-        time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
+        local = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
         is_encoded = stage.codec is not None and stage.codec.integers is None
-        if is_encoded:
-            passes = shape.encode_passes * operand.slot_elements * _WIDE_BYTES
-            time = transfer_ps(passes, device.copy_bytes_per_s)
+        if stage.codec is not None and is_encoded:
+            wide = slot * _WIDE_BYTES
+            local = coding_ps(device, stage.codec, shape.encoded * wide, shape.decoded * wide)
+        sent = sum(load.time_ps(device, slot_bytes) for load in shape.loads)
         for collective, slots in shape.natives:
             num_bytes = slots * slot_bytes
             if not is_encoded:
-                num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
-            time += native_ps(device, shape.digits, collective, num_bytes)
-        return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
+                num_bytes = slots * slot * self._itemsize_in(collective)
+            sent += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
+        return _in_chunks(device, sent, local, chunks)
 
     def _itemsize_in(self, collective: str) -> int:
         return self.summed_itemsize if collective in REDUCTIONS else self.itemsize
+
+
+def _in_chunks(device: Device, sent: int, local: int, chunks: int) -> int:
+    """Returns the time of a stage of which each chunk takes so long on the wire, and to work on.
+
+    While one is on the wire, another is worked on, as far as the device does both at once.
+    """
+    hidden = (chunks - 1) * min(sent, local) * device.overlap_percent // 100
+    return chunks * (sent + local) - hidden
 
 
 @dataclass(frozen=True)
@@ -239,13 +253,14 @@ class _Shape:
       local_slots: slots that are folded or reordered by the device alone.
       natives: XLA's collectives in it, and the slots of their operands.
       loads: its permutes.
-      encode_passes: slots that a codec reads or writes in full, where there is one: two passes to
-        encode (the largest magnitude first), one to decode.
+      encoded: slots that a codec encodes, where there is one.
+      decoded: slots that it decodes.
     """
 
     digits: tuple[Digit, ...]
     local_slots: int
-    encode_passes: int
+    encoded: int
+    decoded: int
     natives: tuple[tuple[str, int], ...]
     loads: tuple[Load, ...]
 
@@ -259,21 +274,23 @@ def _shapes_on(topology: Topology) -> dict[Stage, _Shape]:
 def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     digits = span_digits(topology, stage.span)
     if stage.collective == "permute":
-        return _Shape(digits, 0, 3, (("permute", 1),), ())
+        return _Shape(digits, 0, 1, 1, (("permute", 1),), ())
     if stage.choice.name == "native":
-        return _Shape(digits, 0, 0, (), ())
+        return _Shape(digits, 0, 0, 0, (), ())
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
+    encoded, decoded = (0, 0) if stage.codec is None else _coded_slots(stage, form)
     return _Shape(
         digits=digits,
         local_slots=folds + _shuffles(stage.choice, stage.collective) * form.num_slots,
-        encode_passes=0 if stage.codec is None else _encode_passes(stage, form),
+        encoded=encoded,
+        decoded=decoded,
         natives=tuple(
             (phase.kind, phase.slots)
             for phase in form.phases
             if phase.kind not in ("fold", "permute")
         ),
-        loads=tuple(load_of(device, digits, run, stage.choice) for run in runs(stage, form)),
+        loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
     )
 
 
@@ -281,16 +298,17 @@ _WIDE_BYTES = 4
 """Codecs work on float32."""
 
 
-def _encode_passes(stage: Stage, form: ClosedForm) -> int:
-    """Returns passes over a slot, for all slots that a rank encodes and decodes in a stage."""
+def _coded_slots(stage: Stage, form: ClosedForm) -> tuple[int, int]:
+    """Returns the slots that a rank encodes in a stage, and those that it decodes."""
     slots, ranks = form.num_slots, stage.span.num_ranks
     if stage.collective == "all_gather":
-        return 2 * max(1, slots // ranks) + slots
+        return max(1, slots // ranks), slots
     if stage.collective == "all_to_all":
-        return 3 * slots
+        return slots, slots
     permutes = sum(p.steps * p.slots * p.lanes for p in form.phases if p.kind == "permute")
-    own = 3 * permutes if stage.collective == "all_reduce" else 0
-    return 3 * permutes + own if permutes else 3 * slots
+    # In an all-reduce, what a rank sends is encoded and decoded by itself, too.
+    each = (2 * permutes if stage.collective == "all_reduce" else permutes) or slots
+    return each, each
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from xcoll.hardware import figure, kinds
 from xcoll.loads import loads
+from xcoll.plan import Span
 from xcoll.schedule import Phase
-from xcoll.topology import Device, Digit
+from xcoll.topology import Device, Digit, Topology
 
 PS = 10**12
 """Picoseconds in a second."""
@@ -52,6 +53,28 @@ def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_by
         )
     price = {"cpu": _cpu, "gpu": _gpu, "tpu": _tpu}[device.platform]
     return device.step_ps + price(device, digits, collective, num_bytes, ranks)
+
+
+def native_on(
+    topology: Topology, span: Span, digits: tuple[Digit, ...], collective: str, num_bytes: int
+) -> int:
+    """Returns the predicted time of XLA's own collective: as measured, else as `native_ps` says.
+
+    Args:
+      topology: a known topology.
+      span: the ranks it connects; what is measured goes over whole axes.
+      digits: the levels they lie on (`xcoll.loads.span_digits`).
+      collective: as for `native_ps`.
+      num_bytes: bytes of the operand on each rank.
+    """
+    assert topology.device is not None
+    if topology.measured and span.num_ranks == math.prod(
+        topology.axis_sizes[axis] for axis in span.axes
+    ):
+        curve = topology.curve(collective, span.axes)
+        if curve is not None:
+            return curve.time_ps(num_bytes)
+    return native_ps(topology.device, digits, collective, num_bytes)
 
 
 def _wire(digits: tuple[Digit, ...], phase: Phase, num_bytes: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from xcoll.algorithms import check_choice
-from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, whole
+from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, margin_percent, whole
 from xcoll.compress import assignments, compress, why_exact
 from xcoll.costmodel import REDUCTIONS
 from xcoll.direct_sums import accumulated, deterministic, wide_options
@@ -70,7 +70,7 @@ def _plan(request: Request, topology: Topology, policy: Policy, strict: bool) ->
     if forced is not None and request.collective != "permute":
         check_choice(f"plan({request.collective})", forced)
     exact_because = why_exact(request, policy)
-    make = _Maker(request, topology, policy if exact_because is None else policy.exact())
+    make = Maker(request, topology, policy if exact_because is None else policy.exact())
     if request.num_ranks == 1:
         return make.native_plan("a single rank: nothing to communicate")
     if request.num_elements == 0:
@@ -116,14 +116,20 @@ def _sums_encoded(stages: Sequence[Stage]) -> bool:
     return all(stage.codec is not None for stage in stages if stage.collective in REDUCTIONS)
 
 
-class _Maker(Options):
+class Maker(Options):
     """Makes the plan of one request.
 
     Its policy is narrowed to the request's collective, and has codecs only where they may be used.
     """
 
     def native_plan(self, reason: str, others: Sequence[Option] = ()) -> Plan:
+        """Returns the plan that leaves the program as it is."""
         return self.made(self.native, reason, others)
+
+    def options(self) -> list[Option]:
+        """Returns all that a free choice is made from, native first, then the fastest."""
+        found = [*self._exact_options(), *self._encoded_options()]
+        return [self.native, *sorted(found, key=_cheapest)]
 
     def free(self) -> Plan:
         """Chooses among all algorithms, and codecs where there are any."""
@@ -136,9 +142,9 @@ class _Maker(Options):
         if has_budget and self.policy.accumulate and _is_narrow_sum(self.request):
             exact = wide_options(self, None)
         if (over := self._check_budget([*exact, *encoded])) is not None:
-            plan = _Maker(self.request, self.topology, self.policy.exact()).free()
+            plan = Maker(self.request, self.topology, self.policy.exact()).free()
             return replace(plan, reason=f"{plan.reason}{EXACT}{over}")
-        options = sorted([*self._exact_options(), *encoded], key=lambda option: option.order)
+        options = sorted([*self._exact_options(), *encoded], key=_cheapest)
         native = self.native.time_ps
         assert native is not None
         allowed = [option for option in options if option.barred is None]
@@ -148,7 +154,8 @@ class _Maker(Options):
                 options,
             )
         enough = [o for o in allowed if (o.time_ps or 0) * 100 <= native * (100 - GAIN_PERCENT)]
-        first = least_departure(enough) if enough else allowed[0]
+        margin = margin_percent(self.topology)
+        first = least_departure(enough, margin) if enough else allowed[0]
         assert first.time_ps is not None
         if not enough and (why_not := self._over_budget(self.native.stages)) is not None:
             return self.made(first, f"native is none: {why_not}", [self.native, *options])

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xcoll.hardware import figure
 from xcoll.loads import span_digits
-from xcoll.natives import native_ps, transfer_ps
+from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Span
 from xcoll.routes import Ints, Routes
 from xcoll.runs import start_ps
@@ -66,7 +65,7 @@ def simulate(schedule: Schedule, topology: Topology, span: Span, slot_bytes: int
         elif isinstance(step, NativeStep):
             own = step.collective == "all_gather"
             num_bytes = (schedule.share if own else schedule.num_slots) * slot_bytes
-            time += count * native_ps(device, network.digits, step.collective, num_bytes)
+            time += count * native_on(topology, span, network.digits, step.collective, num_bytes)
         else:
             time += count * network.run(step, slot_bytes, count)
     return Simulated(time, tuple(sorted(network.busiest.items())))
@@ -114,10 +113,9 @@ class _Network:
             self._totals[name] = self._totals.get(name, np.int64(0)) + count * traffic[name]
             self.busiest[name] = int(self._totals[name].max())
             time = transfer_ps(int(traffic[name].max()), level.bandwidth_bytes_per_s)
-            if self.device.platform == "cpu":
-                swap = "duplex_swap" if swapped else "duplex_ring"
-                time = time * int(figure("cpu", swap)) // 100
-            wire = max(wire, time)
+            link = level.link
+            percent = link.swap_percent if swapped else link.unlike_percent
+            wire = max(wire, time * percent // 100)
         host = self.device.platform == "cpu"
         reduces = any(lane.reduce for lane in step.lanes)
         passes = 1 if host else 3 if reduces else 2

@@ -6,22 +6,27 @@ import functools
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from xcoll.errors import unknown
+from xcoll.hardware import profiles
+from xcoll.hardware.curves import CodecRate as CodecRate
+from xcoll.hardware.curves import Curve as Curve
 from xcoll.hardware.fields import axis_sizes, many, word
 from xcoll.hardware.links import AxisLinks as AxisLinks
 from xcoll.hardware.links import Device as Device
 from xcoll.hardware.links import Level as Level
 from xcoll.hardware.links import Link as Link
 from xcoll.hardware.mesh import read_mesh
-from xcoll.hardware.stored import read_axes, read_device, read_fields
+from xcoll.hardware.stored import read_axes, read_curves, read_device, read_fields
 from xcoll.hardware.text import read
 from xcoll.records import decode
 from xcoll.units import readable_rate, readable_time
 
-_JSON_VERSION = 1
+_JSON_VERSION = 2
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -59,10 +64,12 @@ class Topology:
         then kept as it is.
       name: how messages call it.
       why_unknown: why ``device`` is None.
+      measured: what XLA's own collectives took on this mesh, where that was measured
+        (`xcoll.tune`). They are priced by it; what is not in it, by the links.
 
     Raises:
       TypeError: a field has the wrong type.
-      ValueError: two axes have the same name.
+      ValueError: two axes have the same name; something is measured twice, or over other axes.
 
     Example:
       >>> topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
@@ -78,6 +85,7 @@ class Topology:
     device: Device | None = None
     name: str = "custom"
     why_unknown: str = ""
+    measured: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", many("Topology", "axes", self.axes, AxisLinks))
@@ -91,6 +99,8 @@ class Topology:
                 raise ValueError(
                     f"Topology(axes=...): axis {name!r} is there twice; name each once"
                 )
+        object.__setattr__(self, "measured", many("Topology", "measured", self.measured, Curve))
+        self._curves  # noqa: B018 - checked here, kept for later
 
     @classmethod
     def parse(cls, text: str, axes: Mapping[str, int] | None = None) -> Topology:
@@ -154,6 +164,31 @@ class Topology:
         return cls(axes=placed, device=device, name=name)
 
     @classmethod
+    def load(cls, path: str | os.PathLike[str], mesh: Mesh) -> Topology:
+        """Reads the topology of a profile that `xcoll.tune`, or ``xcoll tune``, has written.
+
+        Its name is that of the file, and so reports say which profile planned.
+
+        Args:
+          path: of the profile.
+          mesh: the mesh to plan for. The profile has to be of the same axes, in the same order, the
+            same devices in the same processes, and measured by this version of jax.
+
+        Raises:
+          TypeError: ``mesh`` has no devices.
+          FileNotFoundError: there is no such file.
+          ValueError: it is no profile, or a corrupt one; it is of another mesh, or older than this
+            jax or this format. The message says what differs.
+        """
+        if getattr(mesh, "devices", None) is None:
+            raise TypeError(f"Topology.load(mesh={mesh!r}): must be a jax.sharding.Mesh")
+        content, system = profiles.load("Topology.load", path)
+        profiles.check("Topology.load", path, system, mesh)
+        found = cls.from_json(json.dumps(content.get("topology")))
+        name = f"profile {os.path.basename(path)} {found.fingerprint}"
+        return replace(found, name=name)
+
+    @classmethod
     def unknown(cls, axes: Mapping[str, int], why: str = "the hardware is not known") -> Topology:
         """Returns a topology about which nothing is known: every plan for it is native.
 
@@ -186,9 +221,36 @@ class Topology:
         return {axis.name: axis.size for axis in self.axes}
 
     @functools.cached_property
+    def _curves(self) -> dict[tuple[str, frozenset[str]], Curve]:
+        """The curves by collective and axes, those of one position left out."""
+        sizes = self.axis_sizes
+        found: dict[tuple[str, frozenset[str]], Curve] = {}
+        for curve in self.measured:
+            over = f"{curve.collective} over {curve.axes}"
+            for axis in curve.axes:
+                if axis not in sizes:
+                    raise ValueError(unknown("Topology(measured=...)", "axis", axis, sizes))
+            key = curve.collective, frozenset(a for a in curve.axes if sizes[a] > 1)
+            if key in found:
+                raise ValueError(f"Topology(measured=...): {over} is there twice; keep one curve")
+            found[key] = curve
+        return found
+
+    def curve(self, collective: str, axes: Iterable[str]) -> Curve | None:
+        """Returns what a collective over all of some axes was measured to take, or None.
+
+        Args:
+          collective: one of `Curve`'s.
+          axes: mesh axes in any order; those of one position do not count.
+        """
+        over = frozenset(axis for axis in axes if self.axis_sizes[axis] > 1)
+        return self._curves.get((collective, over))
+
+    @functools.cached_property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits; equal where topologies are."""
-        text = json.dumps(asdict(self), sort_keys=True)
+        """Twelve hexadecimal digits; equal where topologies are, whatever they are called."""
+        values = {name: value for name, value in asdict(self).items() if name != "name"}
+        text = json.dumps(values, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def check(self, call: str, axis_sizes: Mapping[str, int]) -> None:
@@ -240,6 +302,7 @@ class Topology:
             values = read_fields(cls, data)
             values["axes"] = read_axes(values["axes"])
             values["device"] = read_device(values.get("device"))
+            values["measured"] = read_curves(values.get("measured", ()))
             return cls(**values)
 
         return decode("Topology.from_json", "a topology by to_json", text, _JSON_VERSION, make)
@@ -253,6 +316,9 @@ class Topology:
         for axis in self.axes:
             levels = "; ".join(_describe(level) for level in axis.levels) or "one device"
             lines.append(f"  {axis.name}={axis.size}: {levels}")
+        if self.measured:
+            over = dict.fromkeys(" and ".join(curve.axes) for curve in self.measured)
+            lines.append(f"  measured: XLA's own collectives over {'; '.join(over)}")
         return "\n".join(lines)
 
 

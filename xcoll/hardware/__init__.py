@@ -1,5 +1,7 @@
 """Hardware figures as versioned data, and what they are read into."""
 
+from xcoll.hardware.curves import CodecRate as CodecRate
+from xcoll.hardware.curves import Curve as Curve
 from xcoll.hardware.links import AxisLinks as AxisLinks
 from xcoll.hardware.links import Device as Device
 from xcoll.hardware.links import Level as Level

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from xcoll.errors import unknown
+from xcoll.hardware.curves import CodecRate
 from xcoll.hardware.fields import many, one_of, whole, word
 from xcoll.hardware.tables import figure, kinds, load
 
@@ -27,6 +28,11 @@ class Link:
       bandwidth_bytes_per_s: of payload, one way, of one link or port. The other way has the same,
         at the same time.
       latency_ps: of one hop.
+      swap_percent: time of a permute in which two ends send to each other over one connection, in
+        percent of what ``bandwidth_bytes_per_s`` says. 100 where both ways are free at once; near
+        200 over Gloo, which uses a connection one way at a time.
+      unlike_percent: the same for a permute that uses both ways of the link, but between pairs that
+        are not each other's reverse, so that each connection carries one way only.
 
     Raises:
       TypeError: a field has the wrong type.
@@ -41,11 +47,13 @@ class Link:
     network: Network
     bandwidth_bytes_per_s: int
     latency_ps: int = 0
+    swap_percent: int = 100
+    unlike_percent: int = 100
 
     def __post_init__(self) -> None:
         word("Link", "kind", self.kind)
         one_of("Link", "network", self.network, get_args(Network))
-        _set_whole(self, bandwidth_bytes_per_s=1, latency_ps=0)
+        _set_whole(self, bandwidth_bytes_per_s=1, latency_ps=0, swap_percent=1, unlike_percent=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +160,10 @@ class Device:
       step_ps: time to start one operation.
       num_hosts: processes (CPU), slices (TPU) or NVLink domains (GPU) in the topology.
       version: of the table the figures come from.
+      codec_rates: how fast codecs were measured to encode and decode; one that is not among them is
+        priced by its passes at ``copy_bytes_per_s`` (`xcoll.local_work`).
+      overlap_percent: of local work (copies, codecs) that hides behind a transfer between hosts
+        that runs at the same time and lasts as long; 0 where nothing is known to.
 
     Raises:
       TypeError: a field has the wrong type.
@@ -166,12 +178,20 @@ class Device:
     step_ps: int
     num_hosts: int = 1
     version: str = ""
+    codec_rates: tuple[CodecRate, ...] = ()
+    overlap_percent: int = 0
 
     def __post_init__(self) -> None:
         word("Device", "kind", self.kind)
         one_of("Device", "platform", self.platform, get_args(Platform))
         word("Device", "version", self.version, empty=True)
         _set_whole(self, memory_bytes_per_s=1, copy_bytes_per_s=1, step_ps=0, num_hosts=1)
+        _set(
+            self,
+            "overlap_percent",
+            whole("Device", "overlap_percent", self.overlap_percent, 0, 100),
+        )
+        _set(self, "codec_rates", many("Device", "codec_rates", self.codec_rates, CodecRate))
         if self.kind in kinds() and self.platform != load(self.kind)["platform"]:
             raise ValueError(
                 f"Device(kind={self.kind!r}, platform={self.platform!r}): {self.kind} is of"
@@ -197,6 +217,7 @@ class Device:
             memory_bytes_per_s=memory,
             copy_bytes_per_s=copy,
             step_ps=int(figure(kind, "step_latency")) * 1000,
+            overlap_percent=int(figure(kind, "overlap")) if "overlap" in table["figures"] else 0,
             num_hosts=num_hosts,
             version=str(table["version"]),
         )

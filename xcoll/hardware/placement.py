@@ -163,4 +163,6 @@ def _link(kind: str, name: str, rates: tuple[int, ...]) -> Link:
         network="switch",
         bandwidth_bytes_per_s=max(rates) if rates else int(figure(kind, f"{name}_bandwidth")),
         latency_ps=int(figure(kind, latency)) * 1000 if latency in figures else 0,
+        swap_percent=int(figure(kind, "duplex_swap")) if "duplex_swap" in figures else 100,
+        unlike_percent=int(figure(kind, "duplex_ring")) if "duplex_ring" in figures else 100,
     )

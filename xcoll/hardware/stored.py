@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from xcoll.errors import unknown
+from xcoll.hardware.curves import CodecRate, Curve
 from xcoll.hardware.fields import many
 from xcoll.hardware.links import AxisLinks, Device, Level, Link
 from xcoll.hardware.tables import kinds, load
@@ -20,7 +21,10 @@ def read_device(data: object) -> Device | None:
     """
     if data is None:
         return None
-    device = Device(**read_fields(Device, data))
+    values = read_fields(Device, data)
+    rates = many("Device", "codec_rates", values.get("codec_rates", ()))
+    values["codec_rates"] = tuple(CodecRate(**read_fields(CodecRate, rate)) for rate in rates)
+    device = Device(**values)
     table = load(device.kind)["version"] if device.kind in kinds() else device.version
     if device.version not in ("", table):
         raise ValueError(
@@ -37,6 +41,16 @@ def read_axes(data: object) -> tuple[AxisLinks, ...]:
       TypeError, ValueError: a field is missing, unknown, or has a wrong value.
     """
     return tuple(map(_axis, many("Topology", "axes", data)))
+
+
+def read_curves(data: object) -> tuple[Curve, ...]:
+    """Returns what was measured.
+
+    Raises:
+      TypeError, ValueError: a field is missing, unknown, or has a wrong value.
+    """
+    curves = many("Topology", "measured", data)
+    return tuple(Curve(**read_fields(Curve, curve)) for curve in curves)
 
 
 def read_fields(kind: type, data: object) -> dict[str, Any]:

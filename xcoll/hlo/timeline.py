@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from xcoll.files import write_text
 from xcoll.hlo.findings import Findings
 from xcoll.hlo.rows import Event, Row
 from xcoll.hlo.spans import Span
@@ -58,18 +58,7 @@ def write_timeline(audit: Findings, path: str | os.PathLike[str]) -> None:
     """
     title = f"one device, as predicted: {audit.topology.splitlines()[0]}"
     data = {"traceEvents": list(_trace(audit, title)), "displayTimeUnit": "ns"}
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        target.write_text(json.dumps(data))  # a pipe or a device: there is nothing to replace
-        return
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")  # of the same file system
-    try:
-        temporary.write_text(json.dumps(data))
-        os.replace(temporary, target)
-    except OSError as err:
-        raise OSError(err.errno, err.strerror, os.fspath(path)) from err  # not the temporary's name
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(data))
 
 
 def _trace(audit: Findings, title: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,88 @@
+"""What the command line may say."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.quantities import parse_duration, parse_rate
+from bench.regret.grid import COLLECTIVES, SIZES
+from xcoll.units import read_bytes
+
+_QUICK = {
+    "meshes": [(2, 4), (4, 2)],
+    "rates": [parse_rate("1gbit")],
+    "sizes": [4096, 1 << 20, 4 << 20],
+    "budget": 105.0,
+    "tune_budget": 12.0,
+}
+"""Two minutes of it: what `make bench` runs."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns what reads the command line."""
+    words = argparse.ArgumentParser(
+        prog="python -m bench.regret",
+        allow_abbrev=False,
+        description="Times every plan that the planner considers for a grid of collectives, sizes,"
+        " meshes and rates, and says what its choices cost. Needs root and iproute2. What is"
+        " measured is kept, and a later run goes on from there.",
+    )
+    add = words.add_argument
+    add("--budget", type=_read(parse_duration), default=1200.0, metavar="TIME",
+        help="all is done in about this time: 20min (the default), 90s; cases that it is too short"
+        " for are left out and named")  # fmt: skip
+    add("--mesh", dest="meshes", type=_read(_mesh), nargs="+", default=[(2, 4), (4, 2)],
+        metavar="HOSTSxDEVICES", help="2x4 4x2")  # fmt: skip
+    add("--rate", dest="rates", type=_read(parse_rate), nargs="+", metavar="RATE",
+        default=[parse_rate(rate) for rate in ("50mbit", "200mbit", "1gbit")],
+        help="50mbit 200mbit 1gbit")  # fmt: skip
+    add("--collective", dest="collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
+    add("--size", dest="sizes", type=_read(_size), nargs="+", default=SIZES, metavar="SIZE",
+        help="of operand or result, the larger: 4KiB 64KiB 1MiB 4MiB 16MiB 64MiB")  # fmt: skip
+    add("--congestion", default="reno", metavar="NAME", help="TCP's congestion control (reno)")
+    add("--profile", type=Path, metavar="FILE",
+        help="plan from this; by default one is measured for each cluster")  # fmt: skip
+    add("--tune-budget", type=_read(parse_duration), default=60.0, metavar="TIME",
+        help="for measuring each profile (60s)")  # fmt: skip
+    add("--out", type=Path, default=Path("runs/regret"), metavar="DIR",
+        help="results, profiles and the picture (runs/regret)")  # fmt: skip
+    add("--report", action="store_true", help="measure nothing, report what is there")
+    add("--quick", action=_Quick, nargs=0, help="a part of the grid in about two minutes")
+    add("--json", action="store_true", help="the figures as JSON")
+    return words
+
+
+class _Quick(argparse.Action):
+    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
+        for name, value in _QUICK.items():
+            setattr(namespace, name, value)
+
+
+def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as err:
+            raise argparse.ArgumentTypeError(str(err)) from err
+
+    return read
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise ValueError(f"{text!r} is no mesh; write hosts x devices, for example 2x4")
+    hosts, devices = map(int, parts)
+    if hosts < 2 or devices < 1:
+        raise ValueError(f"{text!r}: two hosts or more, with a device each or more")
+    return hosts, devices
+
+
+def _size(text: str) -> int:
+    num_bytes = read_bytes("--size", text)
+    if num_bytes % 4096:
+        raise ValueError(f"{text!r}: sizes are multiples of 4 KiB, so that all ranks have as much")
+    return num_bytes

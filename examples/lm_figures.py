@@ -1,0 +1,134 @@
+"""What the variants' training measured: figures, a table for people, and the curves."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.table import Table
+
+SMOOTHED = 5
+"""Steps whose mean a loss is shown as: each step has other text."""
+
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+
+
+def machine() -> dict[str, Any]:
+    """Returns what the run depends on and does not choose."""
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "device_kind": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "congestion_control": _CONGESTION.read_text().strip() if _CONGESTION.exists() else None,
+    }
+
+
+def times(times_s: list[float]) -> dict[str, Any]:
+    """Returns the median of step times, and between what eight of ten of them lie."""
+    low, median, high = np.quantile(times_s, [0.1, 0.5, 0.9]).tolist()
+    return {"median_s": median, "low_s": low, "high_s": high, "times_s": times_s}
+
+
+def smoothed(losses: list[float]) -> np.ndarray:
+    """Returns for each step from the `SMOOTHED`-th on the mean of the last ones.
+
+    >>> smoothed([6.0, 5.0, 4.0, 3.0, 2.0, 1.0]).tolist()
+    [4.0, 3.0]
+    """
+    window = min(SMOOTHED, len(losses))
+    means: np.ndarray = np.lib.stride_tricks.sliding_window_view(losses, window).mean(-1)
+    return means
+
+
+def time_to_loss_s(losses: list[float], times_s: list[float], target: float) -> float | None:
+    """Returns how long the steps took until the mean loss of the last ones was ``target``.
+
+    >>> time_to_loss_s([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], [0.5] * 6, 3.5)
+    3.0
+    """
+    reached = np.flatnonzero(smoothed(losses) <= target)
+    if not reached.size:
+        return None
+    num_steps = int(reached[0]) + min(SMOOTHED, len(losses))
+    return float(np.sum(times_s[:num_steps]))
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """Lays the figures out, for 120 columns."""
+    machine, settings, compute = figures["machine"], figures["settings"], figures["compute"]
+    mesh = ", ".join(f"{axis}={size}" for axis, size in settings["mesh"].items())
+    out = Table(
+        title=f"{figures['parameters']:,} parameters, {figures['tokens_a_step']} bytes of text and"
+        f" {figures['steps']} steps; {mesh}; {figures['topology']}\n{machine['machine']};"
+        f" {machine['device_kind']}; jax {machine['jax']}; TCP"
+        f" {machine['congestion_control'] or 'unknown'}; times: {figures['timed']}",
+        title_justify="left",
+        caption=f"compute: the same step without its collectives, timed in turn with the others,"
+        f" {_ms(compute['low_s'])} to {_ms(compute['high_s'])} ms; communication: the rest of the"
+        " median step: collectives, what packs and encodes for them, less what is hidden. MB of all"
+        f" hosts together. The final loss is the mean of {figures['smoothed']} steps.",
+        caption_justify="left",
+    )
+    out.add_column("variant", no_wrap=True)
+    slow = next(iter(settings["mesh"]))
+    for heading in (
+        "step\nms", "eight of ten\nms", "compute\nms", "commu-\nnication", "pre-\ndicted",
+        "speed", f"MB over\n{slow}", "final\nloss", "held-\nout",
+        f"s to loss\n{figures['target_loss']:.3f}",
+    ):  # fmt: skip
+        out.add_column(heading, justify="right", no_wrap=True)
+    plain = figures["variants"]["plain"]
+    for name, row in figures["variants"].items():
+        reached, predicted = row["time_to_target_s"], row["predicted_communication_s"]
+        out.add_row(
+            name,
+            _ms(row["median_s"]),
+            f"{_ms(row['low_s'])}-{_ms(row['high_s'])}",
+            _ms(compute["median_s"]),
+            _ms(row["communication_s"]),
+            "" if predicted is None else _ms(predicted),
+            f"x {plain['median_s'] / row['median_s']:.2f}",
+            f"{row['crossing_bytes'] / 1e6:.1f}",
+            f"{row['final_loss']:.4f}",
+            f"{row['held_out']:.4f}",
+            "not reached" if reached is None else f"{reached:.1f}",
+        )
+    return out
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f}"
+
+
+def plot(figures: dict[str, Any], path: Path) -> None:
+    """Draws the training loss of every variant against its wall clock."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for number, (name, row) in enumerate(figures["variants"].items()):
+        clock = np.cumsum(row["times_s"])
+        means = smoothed(row["losses"])
+        axes.plot(clock, row["losses"], color=f"C{number}", linewidth=0.6, alpha=0.35)
+        axes.plot(clock[-len(means) :], means, color=f"C{number}", linewidth=1.6, label=name)
+    axes.axhline(figures["target_loss"], color="gray", linewidth=0.8, linestyle=":")
+    axes.set(
+        xlabel="seconds of training steps, from the earliest start to the latest end of all hosts",
+        ylabel=f"training loss, nats a byte (mean of {figures['smoothed']} steps)",
+    )
+    mesh = ", ".join(f"{axis}={size}" for axis, size in figures["settings"]["mesh"].items())
+    axes.set_title(
+        f"{figures['parameters']:,} parameters; {mesh}; {figures['topology'].splitlines()[0]}",
+        size=9,
+    )
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

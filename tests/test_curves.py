@@ -1,0 +1,151 @@
+"""Measured curves and rates in a topology: how they are read, kept, and priced by; all by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from xcoll import codecs
+from xcoll.costmodel import Operand, Pricer
+from xcoll.local_work import coding_ps
+from xcoll.plan import Request, Span, Stage
+from xcoll.planner import plan
+from xcoll.policy import Choice, Policy
+from xcoll.topology import CodecRate, Curve, Topology
+
+NATIVE = Choice("native")
+KIB = 1024
+AXES = {"host": 2, "device": 4}
+HOSTS = Topology.parse("2*cpu:4@200Mbit", axes=AXES)
+
+
+def curve(*points, collective="all_reduce", axes=("host", "device")):
+    return Curve(collective=collective, axes=axes, points=points)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "time_ps"),
+    [
+        (0, 1000),
+        (1024, 1000),
+        (1536, 1500),  # half of the way from 1000 to 2000
+        (2048, 2000),
+        (2049, 2001),  # a 6144th of 4000 is rounded up
+        (5120, 4000),
+        (8192, 6000),
+        (14336, 10000),  # as far again as from the second to the last
+    ],
+)
+def test_between_points_and_beyond(num_bytes, time_ps):
+    found = curve((1024, 1000), (2048, 2000), (8192, 6000)).time_ps(num_bytes)
+    assert found == time_ps
+    assert type(found) is int
+
+
+def request(num_bytes, collective="all_reduce"):
+    op = "sum" if collective in ("all_reduce", "reduce_scatter") else "none"
+    shapes = ((num_bytes // 4,),)
+    return Request(collective, op, tuple(AXES), tuple(AXES.values()), "float32", 4, shapes)
+
+
+def test_native_is_priced_by_its_curve():
+    measured = replace(HOSTS, measured=(curve((KIB, 3 * 10**9), (65 * KIB, 11 * 10**9)),))
+    made = plan(request(33 * KIB), measured, Policy(algorithm="native"))
+    assert made.native_time_ps == made.predicted_time_ps == 7 * 10**9
+    # Other collectives, and other axes, by the links, as without the curve.
+    other = plan(request(64 * KIB, "all_gather"), measured, Policy(algorithm="native"))
+    assert (
+        other.native_time_ps
+        == plan(request(64 * KIB, "all_gather"), HOSTS, Policy()).native_time_ps
+    )
+
+
+def test_stages_are_priced_by_theirs():
+    points = {
+        "reduce_scatter": ((KIB, 100), (1025 * KIB, 1124)),
+        "all_gather": ((KIB, 500), (257 * KIB, 756)),
+    }
+    curves = [curve(*p, collective=c, axes=("device",)) for c, p in points.items()]
+    curves.append(curve((KIB, 10_000), (257 * KIB, 20_000), axes=("host",)))
+    measured = replace(HOSTS, measured=tuple(curves))
+    hierarchical = plan(request(KIB * KIB), measured, Policy(algorithm="hierarchical"))
+    assert hierarchical.name == "hierarchical(native, native)"
+    # 1 MiB enters; a quarter, 256 KiB, goes between hosts, and enters the gather: 1 KiB before the
+    # last point of each curve, of 1, 39.0625 and 1 a KiB.
+    by_hand = (1124 - 1) + (20_000 - 39) + (756 - 1)
+    assert hierarchical.predicted_time_ps == by_hand
+
+
+def test_part_of_an_axis_is_no_whole_axis():
+    flat = Topology.parse("2*cpu:4@200Mbit", axes={"all": 8})
+    measured = replace(flat, measured=(curve((KIB, 1), (2 * KIB, 2), axes=("all",)),))
+    inner = Stage("all_reduce", Span(("all",), 4, 1), NATIVE)
+    operand = Operand(1024, 1024)
+    assert Pricer(measured, 4).stage_ps(inner, operand) == Pricer(flat, 4).stage_ps(inner, operand)
+    whole = Stage("all_reduce", Span(("all",), 8, 1), NATIVE)
+    assert Pricer(measured, 4).stage_ps(whole, Operand(256, 256)) == 1
+
+
+def test_axes_in_any_order_and_those_of_one_position_aside():
+    sizes = {"pod": 1, "host": 2, "device": 4}
+    topology = Topology.parse("2*cpu:4@200Mbit", axes=sizes)
+    measured = replace(topology, measured=(curve((1, 1), (2, 2)),))
+    for axes in (("host", "device"), ("device", "host"), ("pod", "host", "device")):
+        assert measured.curve("all_reduce", axes) == measured.measured[0]
+    assert measured.curve("all_reduce", ("host",)) is None
+    assert measured.curve("all_gather", ("host", "device")) is None
+    over_all = replace(measured, measured=(curve((1, 1), (2, 2), axes=tuple(sizes)),))
+    assert over_all.curve("all_reduce", ("host", "device")) is not None
+
+
+def test_what_is_measured_twice_or_over_no_axis_is_refused():
+    with pytest.raises(ValueError, match="twice; keep one"):
+        both = curve((1, 1), (2, 2)), curve((1, 2), (2, 3), axes=("device", "host"))
+        replace(HOSTS, measured=both)
+    with pytest.raises(ValueError, match="Did you mean 'host'"):
+        replace(HOSTS, measured=(curve((1, 1), (2, 2), axes=("hots",)),))
+
+
+def test_json_and_fingerprint_hold_what_was_measured():
+    rate = CodecRate(codec="int8", encode_bytes_per_s=10**9, decode_bytes_per_s=2 * 10**9)
+    device = replace(HOSTS.device, codec_rates=(rate,), overlap_percent=90)
+    measured = replace(HOSTS, device=device, measured=(curve((1, 1), (2, 2)),))
+    assert Topology.from_json(measured.to_json()) == measured
+    assert len({HOSTS.fingerprint, measured.fingerprint}) == 2
+    other = replace(measured, measured=(curve((1, 1), (2, 3)),))
+    assert other.fingerprint != measured.fingerprint
+    # What it is called makes no difference to any plan.
+    assert replace(measured, name="mine").fingerprint == measured.fingerprint
+    assert "measured: XLA's own collectives over host and device" in str(measured)
+
+
+def test_swaps_by_the_link():
+    def swapped(percent, unlike):
+        host, device = HOSTS.axes
+        (level,) = host.levels
+        link = replace(level.link, swap_percent=percent, unlike_percent=unlike)
+        host = replace(host, levels=(replace(level, link=link),))
+        topology = replace(HOSTS, axes=(host, device))
+        stage = Stage("all_reduce", Span(("host",), 2, 1), Choice("recursive_doubling"))
+        return Pricer(topology, 4).stage_ps(stage, Operand(2**20, 2**20))
+
+    # Four devices, 4 MiB each, over an uplink of 200 Mbit/s in frames of 1448 bytes out of 1514.
+    wire = 4 * 2**22 / (25e6 * 1448 / 1514) * 10**12
+    assert swapped(200, 100) - swapped(100, 100) == pytest.approx(wire, rel=1e-6)
+    assert swapped(200, 150) == swapped(200, 100)
+
+
+def test_codecs_by_their_rates():
+    plain = HOSTS.device
+    # Two passes to encode and one to decode, at 4,194,304,000 bytes a second.
+    assert coding_ps(plain, codecs.int8(), 2**20, 2**22) == 6 * 2**20 * 10**12 // 4_194_304_000
+    rates = tuple(
+        CodecRate(codec=name, encode_bytes_per_s=encode, decode_bytes_per_s=decode)
+        for name, encode, decode in [("int8", 10**9, 2 * 10**9), ("int4", 10**8, 10**9)]
+    )
+    device = replace(plain, codec_rates=rates)
+    assert coding_ps(device, codecs.int8(), 10**6, 10**6) == 10**9 + 5 * 10**8
+    assert coding_ps(device, codecs.int4(block=32), 10**6, 10**6) == 10**10 + 10**9
+    cast = codecs.cast("bfloat16")
+    assert coding_ps(device, cast, 10**6, 10**6) == coding_ps(plain, cast, 10**6, 10**6)
+    named = CodecRate(codec="cast(bfloat16)", encode_bytes_per_s=10**9, decode_bytes_per_s=10**9)
+    assert coding_ps(replace(plain, codec_rates=(named,)), cast, 10**6, 10**6) == 2 * 10**9

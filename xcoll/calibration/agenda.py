@@ -1,0 +1,176 @@
+"""What is measured next, so that the time given is used and kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from xcoll.calibration.families import BETWEEN, SIZES, Family
+
+MOST_ROUNDS = 15
+"""Times that a case is measured at most."""
+
+ROUNDS = 3
+"""Further rounds for which there is to be time before a larger size is taken in."""
+
+MOST_CALLS = 20
+"""Calls of a short operation in one measurement."""
+
+LONG_ENOUGH_S = 0.02
+"""Seconds that a measurement should last, so that leaving the barrier does not count."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size."""
+
+    family: Family
+    num_bytes: int
+
+
+@dataclass
+class _Known:
+    """What a case has cost so far: seconds of one call, and of everything around it."""
+
+    call_s: float
+    around_s: float
+    count: int = 1
+    calls: int = field(default=1)
+
+    @property
+    def turn_s(self) -> float:
+        return self.call_s * self.calls + self.around_s
+
+
+class Agenda:
+    """Decides what is measured next.
+
+    First every operation once, size by size, as far as time will do for further rounds of all that
+    is taken in; then rounds, in an order that changes.
+
+    Args:
+      families: what matters most first.
+      takes: whether a family is measured at a size.
+      clock: seconds since the start.
+      budget_s: seconds in which all has to be done.
+    """
+
+    def __init__(
+        self,
+        families: Sequence[Family],
+        takes: Callable[[Family, int], bool],
+        clock: Callable[[], float],
+        budget_s: float,
+    ):
+        self._families = families
+        self._clock = clock
+        self._budget_s = budget_s
+        self._takes = takes
+        self._known: dict[Case, _Known] = {}
+        self._compile_s = 0.1
+        self._steps = self._all()
+
+    def next(self) -> tuple[Case, int] | None:
+        """Returns a case and how often it is called in a row; None where time is over."""
+        return next(self._steps, None)
+
+    def numbers(self, case: Case, calls: int) -> tuple[int, int, int]:
+        """Returns what `next` returned as numbers, for the other processes; `case` reads them."""
+        return self._families.index(case.family), case.num_bytes, calls
+
+    def case(self, family: int, num_bytes: int, calls: int) -> tuple[Case, int]:
+        """Returns the case and the calls that `numbers` wrote."""
+        return Case(self._families[family], num_bytes), calls
+
+    def record(self, case: Case, call_s: float, calls: int, took_s: float) -> None:
+        """Takes note of a measurement.
+
+        Args:
+          case: what was measured.
+          call_s: seconds of one call, on the process that took longest.
+          calls: how often it was called.
+          took_s: seconds for everything, compilation included.
+        """
+        around = max(0.0, took_s - call_s * calls)
+        known = self._known.get(case)
+        if known is None:
+            # The call that is not timed, and the program.
+            self._compile_s += 0.2 * (max(0.0, around - call_s) - self._compile_s)
+            known = self._known[case] = _Known(call_s=call_s, around_s=0.005)
+        else:
+            known.call_s += (call_s - known.call_s) / (known.count + 1)
+            known.around_s += 0.5 * (around - known.around_s)
+            known.count += 1
+        wanted = round(LONG_ENOUGH_S / max(known.call_s, 1e-6))
+        known.calls = min(max(wanted, 1), MOST_CALLS)
+
+    @property
+    def share_done(self) -> float:
+        """Share of the budget that is over, 0 to 1."""
+        return min(1.0, self._clock() / self._budget_s)
+
+    @property
+    def num_cases(self) -> int:
+        """Cases that were measured."""
+        return len(self._known)
+
+    def _left_s(self) -> float:
+        return self._budget_s - self._clock()
+
+    def _all(self) -> Iterator[tuple[Case, int]]:
+        # Two points make a line: with these, links and steps are known whatever the budget.
+        for family in self._families:
+            if family.kind in ("launch", "shift", "one_way"):
+                yield from self._first(family, (SIZES[0], SIZES[3]), always=True)
+        yield from self._grow((SIZES[0], SIZES[3]))
+        yield from self._grow(SIZES)
+        for number in range(MOST_ROUNDS):
+            order = list(self._known)
+            random.Random(number).shuffle(order)
+            before = self._clock()
+            done = False
+            for case in order:
+                known = self._known[case]
+                if known.turn_s < self._left_s():
+                    done = True
+                    yield case, known.calls
+            if not done:
+                return
+            if number >= ROUNDS - 1 and self._left_s() > 2 * (self._clock() - before):
+                yield from self._grow((*SIZES, *BETWEEN))
+
+    def _grow(self, sizes: Sequence[int]) -> Iterator[tuple[Case, int]]:
+        for num_bytes in sizes:
+            for family in self._families:
+                yield from self._first(family, (num_bytes,))
+
+    def _first(
+        self, family: Family, sizes: Sequence[int], *, always: bool = False
+    ) -> Iterator[tuple[Case, int]]:
+        for num_bytes in sizes:
+            case = Case(family, num_bytes)
+            if case in self._known or not self._takes(family, num_bytes):
+                continue
+            # Twice at once: the first call is not timed.
+            needed = self._compile_s + (2 + ROUNDS) * self._guess_s(case)
+            rounds = sum(k.turn_s * max(0, ROUNDS + 1 - k.count) for k in self._known.values())
+            if always or needed + rounds < self._left_s():
+                yield case, 1
+
+    def _guess_s(self, case: Case) -> float:
+        """Seconds of a call at a size that was not measured, from smaller ones."""
+        points = sorted(
+            (c.num_bytes, k.call_s)
+            for c, k in self._known.items()
+            if c.family == case.family and c.num_bytes < case.num_bytes
+        )
+        if not points:
+            return 0.01
+        last_bytes, last_s = points[-1]
+        ratio = case.num_bytes / last_bytes
+        if len(points) == 1:
+            return last_s * min(ratio, 8)
+        before_bytes, before_s = points[-2]
+        slope = max(0.0, last_s - before_s) / (last_bytes - before_bytes)
+        return min(last_s * ratio, last_s + 1.3 * slope * (case.num_bytes - last_bytes))

@@ -1,0 +1,134 @@
+"""What is measured on a mesh: one operation over some axes, at several sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from xcoll.hardware.curves import MEASURABLE
+from xcoll.topology import Digit, Topology
+
+KIB, MIB = 2**10, 2**20
+
+SIZES = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 64 * MIB)
+"""Bytes of the operand on each rank, smallest first."""
+
+BETWEEN = (16 * KIB, 256 * KIB, 16 * MIB, 2 * MIB, 128 * KIB)
+"""Sizes that are measured besides, where time is left."""
+
+LOCAL_SIZES = (256 * KIB, 4 * MIB)
+"""Sizes at which what a device does by itself is measured."""
+
+CODECS = ("int8", "int4", "bfloat16")
+"""Codecs that are measured, by name."""
+
+_MOST_RESULT_BYTES = 128 * MIB
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One operation.
+
+    Attributes:
+      kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
+        positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
+        are not each other's reverse, ``"shift"`` to the next position; of local work, ``"launch"``
+        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``.
+      axes: mesh axes it goes over; of local work, all of them.
+      of: the physical dimension of a permute, or the codec.
+      pairs: of a permute, by rank over all axes of the mesh.
+      messages: of a permute: those on the busiest port, one way.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    of: str = ""
+    pairs: Pairs = ()
+    messages: int = 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing is sent."""
+        return self.kind in ("launch", "copy", "sum", "encode", "decode")
+
+    def __str__(self) -> str:
+        if self.is_local:
+            return f"{self.kind} {self.of}".rstrip()
+        return f"{self.kind} over {', '.join(self.axes)}"
+
+    def takes(self, num_bytes: int, topology: Topology) -> bool:
+        """Whether a size is measured: it makes shares of whole elements, and fits memory."""
+        if self.kind == "launch":
+            return num_bytes == KIB
+        if self.is_local:
+            return num_bytes in LOCAL_SIZES
+        ranks = math.prod(topology.axis_sizes[axis] for axis in self.axes)
+        result = num_bytes * (ranks if self.kind == "all_gather" else 1)
+        return num_bytes % (4 * ranks) == 0 and result <= _MOST_RESULT_BYTES
+
+
+def families(topology: Topology) -> tuple[Family, ...]:
+    """Returns all that is measured on a mesh, what matters most first."""
+    names = tuple(axis.name for axis in topology.axes)
+    used = tuple(axis.name for axis in topology.axes if axis.size > 1)
+    found = [Family(kind="launch", axes=names), *_permutes(topology)]
+    over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
+    for axes in reversed(over):
+        found.append(Family(kind="all_reduce", axes=axes))
+    found.append(Family(kind="copy", axes=names))
+    found.append(Family(kind="sum", axes=names))
+    for kind in MEASURABLE[1:]:
+        found += [Family(kind=kind, axes=axes) for axes in over]
+    for kind in ("encode", "decode"):
+        found += [Family(kind=kind, axes=names, of=codec) for codec in CODECS]
+    return tuple(found)
+
+
+def _permutes(topology: Topology) -> Iterator[Family]:
+    names = tuple(axis.name for axis in topology.axes)
+    for digit in topology.digits(names):
+        level = digit.level
+        kinds = ("shift",) if level.link.network == "memory" else ("one_way", "swap", "unlike")
+        for kind in kinds:
+            pairs, messages = _pairs(kind, digit, math.prod(topology.axis_sizes.values()))
+            if pairs:
+                yield Family(
+                    kind=kind,
+                    axes=(digit.axis,),
+                    of=level.dimension,
+                    pairs=pairs,
+                    messages=messages,
+                )
+
+
+def _pairs(kind: str, digit: Digit, num_ranks: int) -> tuple[Pairs, int]:
+    """Returns the pairs of a permute along a level, and the messages on its busiest port."""
+    size, stride, behind = digit.level.size, digit.stride, digit.level.shared_by
+    ranks = np.arange(num_ranks)
+    at = ranks // stride % size
+    following = ranks + (np.where(at == size - 1, 1 - size, 1)) * stride
+    if kind == "shift" or (kind == "unlike" and size > 2):
+        return tuple(zip(ranks.tolist(), following.tolist(), strict=True)), behind
+    forth = (at % 2 == 0) & (at + 1 < size)
+    back = at % 2 == 1
+    before = ranks - stride
+    if kind == "unlike":
+        if behind % 2:
+            return (), 0
+        # Half of the devices behind each port send one way, the other half the other way.
+        number = np.zeros(num_ranks, int)
+        for position in range(size):
+            inside = np.flatnonzero(at == position)
+            number[inside] = np.arange(len(inside)) % behind
+        forth &= number < behind // 2
+        back &= number >= behind // 2
+        behind //= 2
+    pairs = [*zip(ranks[forth].tolist(), following[forth].tolist(), strict=True)]
+    if kind != "one_way":
+        pairs += zip(ranks[back].tolist(), before[back].tolist(), strict=True)
+    return tuple(sorted(pairs)), behind

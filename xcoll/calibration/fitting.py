@@ -1,0 +1,245 @@
+"""Fits the terms of the cost model to what was measured.
+
+What a permute takes is ``step + latency + messages * bytes / bandwidth + bytes / memory``
+(`xcoll.runs`): inside a host without the wire. XLA's own collectives are kept as curves. From all
+times what an empty program takes is taken off: a plan of several operations starts only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import median
+
+from xcoll.calibration.families import CODECS, Family
+from xcoll.calibration.lines import line, rising
+from xcoll.calibration.result import Sample, Term
+from xcoll.codecs.table import named
+from xcoll.hardware.curves import MEASURABLE
+from xcoll.hardware.fields import LARGEST
+from xcoll.runs import start_ps
+from xcoll.topology import AxisLinks, CodecRate, Curve, Device, Level, Topology
+
+PS = 10**12
+
+_LEAST_WIRE = 0.02
+"""Share of a transfer's time that is the wire's at least, where the device's work hides it."""
+
+_BANDWIDTH_BOUND = 5
+"""A transfer that takes so many times what the smallest one does is a matter of the rate."""
+
+_DUPLEX_BYTES = 2**18
+"""Both ways of a link are compared from here on: below, latency hides the wire."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A line through the times of some permutes, and how far off it is."""
+
+    intercept_s: float
+    s_per_byte: float
+    off: tuple[float, ...]
+
+    def term(self, name: str, value: float, unit: str) -> Term:
+        return _term(name, value, unit, self.off)
+
+
+def fit(
+    skeleton: Topology, families: Sequence[Family], samples: Sequence[Sample]
+) -> tuple[Topology, tuple[Term, ...]]:
+    """Returns the topology with its figures as measured, and the terms with their errors.
+
+    Args:
+      skeleton: the levels that the axes lie on, figures as the tables have them.
+      families: what was measured.
+      samples: of them.
+    """
+    assert skeleton.device is not None
+    launch_s = min((s.median_s for s in samples if s.kind == "launch"), default=0.0)
+    by_kind: dict[tuple[str, tuple[str, ...], str], list[Sample]] = {}
+    for sample in samples:
+        # Not below a tenth of what was seen: a launch varies, and times stay positive.
+        net = max(sample.median_s - launch_s, 0.1 * sample.median_s)
+        key = (sample.kind, sample.axes, sample.of)
+        by_kind.setdefault(key, []).append(replace(sample, median_s=net))
+    terms = [Term(name="launch", value=launch_s, unit="s", error=0.0, worst=0.0, points=1)]
+    device, found = _device(skeleton.device, by_kind)
+    terms += found
+    axes, found = _links(skeleton, device, families, by_kind)
+    terms += found
+    curves, found = _curves(by_kind)
+    terms += found
+    measured = replace(skeleton, axes=axes, device=device, measured=curves)
+    return measured, tuple(terms)
+
+
+_Samples = dict[tuple[str, tuple[str, ...], str], list[Sample]]
+
+
+def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
+    terms: list[Term] = []
+    fitted = replace(device, version="")
+    shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
+    if shifts and device.platform == "cpu":
+        inside = _fit(shifts)
+        memory = _rate(inside.s_per_byte)
+        fitted = replace(fitted, step_ps=round(inside.intercept_s * PS), memory_bytes_per_s=memory)
+        terms.append(inside.term("step", inside.intercept_s, "s"))
+        terms.append(inside.term("permute inside a host", memory, "bytes/s"))
+    passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
+    if passes:
+        largest = {kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items()}
+        for kind, sample in largest.items():
+            terms.append(_of_sample(kind, sample))
+        slowest = max(s.median_s / s.num_bytes for s in largest.values())
+        fitted = replace(fitted, copy_bytes_per_s=_rate(slowest))
+    rates = []
+    for codec in CODECS:
+        ways = {}
+        for (kind, _, of), found in by_kind.items():
+            if of == codec and kind in ("encode", "decode"):
+                sample = max(found, key=lambda s: s.num_bytes)
+                ways[kind] = _rate(sample.median_s / sample.num_bytes)
+                terms.append(_of_sample(f"{kind} {codec}", sample))
+        if len(ways) == 2:
+            rates.append(
+                CodecRate(
+                    codec=str(named(codec)),
+                    encode_bytes_per_s=ways["encode"],
+                    decode_bytes_per_s=ways["decode"],
+                )
+            )
+    return replace(fitted, codec_rates=tuple(rates)), terms
+
+
+def _links(
+    skeleton: Topology, device: Device, families: Sequence[Family], by_kind: _Samples
+) -> tuple[tuple[AxisLinks, ...], list[Term]]:
+    """Returns the axes with the links of each physical dimension as measured."""
+    terms: list[Term] = []
+    links = {}
+    for level in (level for axis in skeleton.axes for level in axis.levels):
+        name, link = level.dimension, level.link
+        if name in links or link.network == "memory":
+            continue
+        of = {f.kind: f for f in families if f.pairs and f.of == name}
+        samples = {
+            kind: [
+                s for (k, _, o), found in by_kind.items() if (k, o) == (kind, name) for s in found
+            ]
+            for kind in of
+        }
+        if not samples.get("one_way"):
+            continue
+        one_way = _fit_link(samples["one_way"])
+        passes = 1 if device.platform == "cpu" else 2
+        work = passes / device.memory_bytes_per_s
+        wire = max(one_way.s_per_byte - work, _LEAST_WIRE * one_way.s_per_byte)
+        rate = _rate(wire / of["one_way"].messages)
+        start_s = (device.step_ps + start_ps(device)) / PS
+        latency_s = max(0.0, one_way.intercept_s - start_s)
+        link = replace(link, bandwidth_bytes_per_s=rate, latency_ps=round(latency_s * PS))
+        terms.append(one_way.term(f"{name}: bandwidth", rate, "bytes/s"))
+        terms.append(one_way.term(f"{name}: latency", latency_s, "s"))
+        for kind in ("swap", "unlike"):
+            far = [s for s in samples.get(kind, []) if s.num_bytes >= _DUPLEX_BYTES]
+            far = far or sorted(samples.get(kind, []), key=lambda s: s.num_bytes)[-1:]
+            if not far:
+                continue
+            messages = of[kind].messages
+            # Median over the sizes, of the wire's own time against that of a single direction.
+            ratios = [
+                (s.median_s - one_way.intercept_s - work * s.num_bytes)
+                / (messages * s.num_bytes / rate)
+                for s in far
+            ]
+            percent = min(max(round(100 * median(ratios)), 100), 10_000)
+            if kind == "swap":
+                link = replace(link, swap_percent=percent)
+            else:
+                link = replace(link, unlike_percent=percent)
+            predicted = [
+                one_way.intercept_s
+                + work * s.num_bytes
+                + messages * s.num_bytes / rate * percent / 100
+                for s in far
+            ]
+            off = tuple(abs(p / s.median_s - 1) for p, s in zip(predicted, far, strict=True))
+            terms.append(_term(f"{name}: {kind}", percent, "%", off))
+        links[name] = link
+
+    def measured(level: Level) -> Level:
+        link = links.get(level.dimension, level.link)
+        is_known = level.dimension in links
+        # What the slowest port gave is all that was seen.
+        rates = () if is_known else level.rates_bytes_per_s
+        return replace(level, link=link, rates_bytes_per_s=rates)
+
+    axes = tuple(replace(axis, levels=tuple(map(measured, axis.levels))) for axis in skeleton.axes)
+    return axes, terms
+
+
+def _curves(by_kind: _Samples) -> tuple[tuple[Curve, ...], list[Term]]:
+    curves, terms = [], []
+    for (kind, axes, _), found in by_kind.items():
+        if kind not in MEASURABLE or len(found) < 2:
+            continue
+        found = sorted(found, key=lambda s: s.num_bytes)
+        times = rising([s.median_s for s in found], [s.count for s in found])
+        points = tuple(
+            (s.num_bytes, max(1, round(t * PS))) for s, t in zip(found, times, strict=True)
+        )
+        curves.append(Curve(collective=kind, axes=axes, points=points))
+        (low, start), (high, end) = points[-2:]
+        rate = min((high - low) * PS / max(end - start, 1), float(LARGEST))
+        off = tuple(s.spread_s / s.median_s for s in found)
+        terms.append(_term(f"{kind} over {', '.join(axes)}", rate, "bytes/s", off))
+    return tuple(curves), terms
+
+
+def _fit(samples: Sequence[Sample]) -> _Fit:
+    points = [(float(s.num_bytes), s.median_s) for s in samples]
+    intercept, slope = line(points)
+    off = tuple(abs((intercept + slope * size) / time - 1) for size, time in points)
+    return _Fit(intercept, slope, off)
+
+
+def _fit_link(samples: Sequence[Sample]) -> _Fit:
+    """Fits the wire's rate to the large sizes, and what comes before it to the smallest.
+
+    In between a line does not hold: what fits the buffers of a network is off at once.
+    """
+    points = sorted((float(s.num_bytes), s.median_s) for s in samples)
+    large = [p for p in points if p[1] > _BANDWIDTH_BOUND * points[0][1]]
+    slopes = [
+        (high[1] - low[1]) / (high[0] - low[0])
+        for low, high in combinations(large[-3:], 2)
+        if high[0] > low[0]
+    ]
+    if not slopes:
+        return _fit(samples)
+    slope = max(median(slopes), 0.0)
+    intercept = max(points[0][1] - slope * points[0][0], 0.0)
+    off = tuple(abs((intercept + slope * size) / time - 1) for size, time in points)
+    return _Fit(intercept, slope, off)
+
+
+def _of_sample(name: str, sample: Sample) -> Term:
+    rate = _rate(sample.median_s / sample.num_bytes)
+    return _term(name, rate, "bytes/s", (sample.spread_s / sample.median_s,))
+
+
+def _term(name: str, value: float, unit: str, off: Sequence[float]) -> Term:
+    return Term(
+        name=name,
+        value=float(value),
+        unit=unit,
+        error=median(off) if off else 0.0,
+        worst=max(off, default=0.0),
+        points=len(off),
+    )
+
+
+def _rate(s_per_byte: float) -> int:
+    return min(max(1, round(1 / max(s_per_byte, 1e-18))), LARGEST)
