@@ -109,13 +109,30 @@ def test_a_host_that_ends_while_the_run_starts_is_named(tmp_path, lost, when):
     assert found.exit_code(1 - lost) == 3
 
 
-def test_a_process_that_stays_in_a_call_is_ended(tmp_path):
-    """The one of two that sleeps can't be brought out of that; with a loss it is of no use."""
-    bounds = {"stuck_timeout_seconds": 2}
-    found = outcome(tmp_path, 2, fault={"0": "raises"}, pause_s={"1": 1000}, initialize=bounds)
+def test_a_process_that_lives_but_does_not_come(tmp_path):
+    """It sleeps; nobody is lost, but a collective has a bound. Then it can't be woken."""
+    bounds = {"collective_timeout_seconds": 3, "stuck_timeout_seconds": 2}
+    found = outcome(tmp_path, 2, pause_s={"1": 1000}, initialize=bounds)
+    kind, message, _, notes = found.results[0]
+    assert kind == "JaxRuntimeError" and "Gloo" in message
+    assert "all 2 processes of the run still answered 4 s after this" in notes[-1]
+    assert found.times_s[0] < 2 * SOON_S
     assert found.exit_code(1) == 70 and 1 not in found.results
     assert "process 0 of 2 is lost" in found.launcher
+    assert "it stopped with JaxRuntimeError" in found.launcher
     assert "in one call for 2 s since then" in found.launcher
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_block_a_run_ends_in_order_too(tmp_path, fails):
+    fault = {"fault": {"1": "raises"}} if fails else {}
+    found = outcome(tmp_path, 2, bare=True, steps=100_000 if fails else 10, uncaught=fails, **fault)
+    if fails:
+        assert [found.exit_code(host) for host in (0, 1)] == [1, 1]
+        assert found.results[0][0] == "JaxRuntimeError"  # the block would have named the loss
+        assert found.results[1][0] == "ValueError"
+    else:
+        assert [result[0] for result in found.results.values()] == ["ended"] * 2, found.launcher
 
 
 @pytest.mark.parametrize("lost", [1, 0])

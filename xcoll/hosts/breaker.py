@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -51,7 +52,8 @@ class Breaker:
         work = threading.Thread(
             target=self._break, args=(message, then), name="xcoll-break", daemon=True
         )
-        work.start()
+        with contextlib.suppress(RuntimeError):  # Python is ending, and so is this process
+            work.start()
 
     def close(self) -> None:
         """Stops."""

@@ -25,7 +25,7 @@ def initialize(
     local_device_ids: Any = None,
     cluster_detection_method: str | None = None,
     initialization_timeout: float = 60,
-    heartbeat_timeout_seconds: float = 15,
+    heartbeat_timeout_seconds: float = 12,
     shutdown_timeout_seconds: float = 300,
     coordinator_bind_address: str | None = None,
     *,

@@ -204,5 +204,5 @@ class Watch:
         self.verdict = Verdict(reasons=reasons, alone=alone)
         if self.me.process_id == 0:
             self._send(lost={str(i): reason for i, reason in self.verdict.reasons.items()})
-        self._on_loss()
         self.judged.set()
+        self._on_loss()
