@@ -45,7 +45,7 @@ TABLE: tuple[tuple[Choice, tuple[str, ...], tuple[int, ...]], ...] = (
     (direct(), (AR, RS, AG, A2A), ()),
     (direct(shots=1), (AR,), ()),
     (bruck(), (AG, A2A), ()),
-    (pairwise(), (A2A,), ()),
+    (pairwise(), (AR, RS, AG, A2A), ()),
     (torus(), (AR, RS, AG), (1, 2, 3)),
     (hierarchical(num_segments=2), (AR,), (2,)),
     (hierarchical(num_segments=3), (AR,), (2,)),

@@ -95,6 +95,10 @@ TEXTBOOK = [
     ("tree", "scatter", lambda n, p: log2(n), lambda n, p: (n - 1) / n),
     # Bruck et al. 1997
     ("bruck", AG, lambda n, p: log2(n), lambda n, p: (n - 1) / n),
+    # Thakur et al. 2005
+    ("pairwise", AR, lambda n, p: 2 * (n - 1), lambda n, p: 2 * (n - 1) / n),
+    ("pairwise", RS, lambda n, p: n - 1, lambda n, p: (n - 1) / n),
+    ("pairwise", AG, lambda n, p: n - 1, lambda n, p: (n - 1) / n),
     ("pairwise", "all_to_all", lambda n, p: n - 1, lambda n, p: (n - 1) / n),
 ]
 Formula = Callable[[int, int], float]
@@ -228,7 +232,10 @@ PROGRAM_LANES = {
     "direct": lambda n: 0,
 }
 # Its steps differ in their pairs, so that each is written out.
-LINEAR = {("pairwise", "all_to_all"): lambda n: n}
+LINEAR = {
+    ("pairwise", collective): (lambda n, passes=passes: passes * n)
+    for collective, passes in ((AR, 2), (RS, 1), (AG, 1), ("all_to_all", 1))
+}
 
 
 @every_case

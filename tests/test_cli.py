@@ -152,7 +152,7 @@ BAD = [
     (["plan", "psum", *SIXTEEN, *HOSTS, "--over", "hosts"], "Did you mean 'host'"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--op", "plus"], "'sum', 'max', 'min', 'prod'"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "rng"], "Did you mean 'ring'"),
-    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "pairwise"], "pairwise has no all_reduce"),
+    (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "bruck"], "bruck has no all_reduce"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=1)"], "at least 2"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(1+1)"], "tree(radix=4)"),
     (["plan", "psum", *SIXTEEN, *HOSTS, "--algorithm", "tree(radix=True)"], "tree(radix=4)"),

@@ -56,10 +56,18 @@ def test_prices_are_within_15_percent_of_measurements(rate, sizes, native_ms, hi
 
 def test_a_swap_between_hosts_is_half_duplex_as_measured():
     topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
+    alone = Request("all_reduce", "sum", ("host",), (2,), "float32", 4, ((MIB,),))
+    made = plan(alone, topology, Policy(algorithm="recursive_doubling"))
+    # Measured: up to 1384 ms, where the exchange between hosts is one permute [(0, 1), (1, 0)].
+    assert made.predicted_time_ps / MS == pytest.approx(1384, rel=0.15)
+
+
+def test_hosts_that_swap_take_turns_as_measured():
+    topology = Topology.parse("2*cpu:4@200Mbit", axes={"host": 2, "device": 4})
     choice = Choice("hierarchical", (), (NATIVE, Choice("recursive_doubling")))
     made = plan(request(16 * MIB, (2, 4)), topology, Policy(algorithm=choice))
-    # Measured: 1410 ms, where the exchange between hosts is one permute [(0, 1), (1, 0)].
-    assert made.predicted_time_ps / MS == pytest.approx(1410, rel=0.15)
+    # Measured: 770 ms with two permutes, each by half of the devices each way; 1410 ms with one.
+    assert made.predicted_time_ps / MS == pytest.approx(770, rel=0.15)
 
 
 def test_small_payloads_over_four_hosts_as_measured():

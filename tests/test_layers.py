@@ -32,6 +32,7 @@ LAYERS = (
         "candidates",
         "compress",
         "forced",
+        "sharing",
         "options",
         "direct_sums",
         "planner",

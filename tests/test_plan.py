@@ -94,9 +94,9 @@ STAGE = ("stages", 0)
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("version",), ..., "'version': 2"),
-        (("version",), 1, "'version': 2"),
-        (("version",), None, "'version': 2"),
+        (("version",), ..., "'version': 3"),
+        (("version",), 1, "'version': 3"),
+        (("version",), None, "'version': 3"),
         (("colour",), "red", "plan: unknown field 'colour'"),
         (("reason",), ..., "plan: 'reason' is missing"),
         (("reason",), 3, "plan.reason: str is expected, not 3"),

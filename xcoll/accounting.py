@@ -139,7 +139,9 @@ def _cut(request: Request, stages: Sequence[Stage]) -> Iterator[tuple[Stage, Ope
 
 
 def _slot(request: Request, stage: Stage, operand: Operand) -> tuple[int, str, int]:
-    return wire_slot(stage, operand.slot_elements, request.dtype, request.itemsize)
+    """Returns items, dtype and bytes of an item with which a slot of one chunk travels."""
+    slot = operand.slot_elements // stage.num_chunks
+    return wire_slot(stage, slot, request.dtype, request.itemsize)
 
 
 def _shared_scale(request: Request, stages: Sequence[Stage]) -> Iterator[Part]:
@@ -287,10 +289,12 @@ def _bounds(
         for phase in stage_form(stage).phases:
             if phase.kind == "permute":
                 part = Part(HLO_KIND[phase.kind], phase.slots * slot * itemsize)
-                yield stage.span, part, phase.steps * phase.lanes, phase.distance
+                runs = phase.steps * phase.lanes * stage.num_chunks
+                yield stage.span, part, runs, phase.distance
             elif phase.kind != "fold":
                 for part in inside(on_wire, stage.span, phase.kind, phase.slots, slot, topology):
-                    yield stage.span, part, phase.steps * phase.lanes, phase.distance
+                    runs = phase.steps * phase.lanes * stage.num_chunks
+                    yield stage.span, part, runs, phase.distance
 
 
 def _bound(request: Request, span: Span, axis: str, part: Part, distance: int) -> int:

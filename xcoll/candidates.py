@@ -30,6 +30,8 @@ _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
 GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
 
+_MEASURED_GAIN_PERCENT = 1
+
 _SEGMENTS = (2, 4, 8)
 
 
@@ -176,7 +178,7 @@ def hierarchies(
     """Yields names and stages of hierarchies at every split of the levels.
 
     Stages do not overlap, so that the best algorithm of each level makes the best hierarchy, where
-    XLA's own is the best unless another makes the plan `GAIN_PERCENT` faster. Of two
+    XLA's own is the best unless another makes the plan faster by `margin_percent`. Of two
     levels, all that were tried on the way to it are yielded; of more, the first (native where
     that can be) and the best.
     """
@@ -212,16 +214,25 @@ def hierarchies(
                 if choice in usable[position]:
                     ranked.append((price(stages), len(ranked), choice))
                 tried_out[trial] = stages
-            levels[position] = _worth_it(ranked)
+            levels[position] = _worth_it(ranked, margin_percent(topology))
         keep = tried_out if len(runs) == 2 else (next(iter(tried_out)), tuple(levels))
         for trial in dict.fromkeys(keep):
             yield f"hierarchical({', '.join(map(str, trial))}){where}", tried_out[trial]
 
 
-def _worth_it(ranked: Sequence[tuple[int, int, Choice]]) -> Choice:
+def margin_percent(topology: Topology) -> int:
+    """Returns how much faster a plan must be than another decomposition that leaves more to XLA.
+
+    As much as than XLA's own collective, where the prices come from a hardware table. Measured ones
+    tell smaller differences.
+    """
+    return _MEASURED_GAIN_PERCENT if topology.measured else GAIN_PERCENT
+
+
+def _worth_it(ranked: Sequence[tuple[int, int, Choice]], margin: int) -> Choice:
     """Returns the fastest choice, or the first (native) unless the gain is enough to replace it."""
     fastest, first = min(ranked), ranked[0]
-    enough = fastest[0] * 100 <= first[0] * (100 - GAIN_PERCENT)
+    enough = fastest[0] * 100 <= first[0] * (100 - margin)
     return fastest[2] if enough or first[2] != NATIVE else first[2]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from xcoll import codecs
-from xcoll.algorithms import part_of
+from xcoll.algorithms import ALGORITHMS, part_of
 from xcoll.candidates import DIRECT
 from xcoll.codecs import Codec, FixedPoint
 from xcoll.costmodel import REDUCTIONS, operands, payload_elements
@@ -19,7 +19,7 @@ KERNELS = "Pallas"
 MOVES = ("all_gather", "all_to_all", "permute")
 """Collectives that only move data: a payload is encoded once, whatever the algorithm."""
 
-_SCATTERS = ("direct", "ring", "bidirectional_ring", "halving_doubling", "torus")
+_SCATTERS = ("direct", "ring", "bidirectional_ring", "halving_doubling", "pairwise", "torus")
 """Algorithms that can re-encode partial sums on their way."""
 
 
@@ -99,10 +99,10 @@ def _encoded(stage: Stage, codec: Codec) -> list[Stage] | str:
     )
     if collective == "reduce_scatter":
         return [scatter]
-    gather = replace(
-        stage, collective="all_gather", choice=part_of(choice, "all_gather"), codec=codec
-    )
-    return [scatter, gather]
+    # A pairwise sum ends with XLA's own all-gather, which does not keep both ways of a link busy.
+    does = "all_gather" in ALGORITHMS[choice.name].collectives
+    gathered_by = choice if does else part_of(choice, "all_gather")
+    return [scatter, replace(stage, collective="all_gather", choice=gathered_by, codec=codec)]
 
 
 def moved_axes(request: Request) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 The time of a plan is the sum over its stages, and that of a stage the sum over the phases of
 the algorithm's closed form: what it costs to start the step, the latency of the hops, the bytes
 on the busiest link over its bandwidth, and the local work. Nothing is assumed to overlap except
-what one step holds (its lanes). Every division is of integers, so that no plan depends on the
+what one step holds (its lanes), and the codec's work on one chunk with the transfer of another.
+Every division is of integers, so that no plan depends on the
 processor that priced it.
 
 References:
@@ -213,22 +214,34 @@ class Pricer:
             collective = native_as(stage.collective, device.platform)
             num_bytes = operand.num_elements * self._itemsize_in(collective)
             return native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
-        items, _, itemsize = wire_slot(stage, operand.slot_elements, "", self.itemsize)
+        chunks = stage.num_chunks
+        slot = operand.slot_elements // chunks
+        items, _, itemsize = wire_slot(stage, slot, "", self.itemsize)
         slot_bytes = items * itemsize
-        time = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
+        local = transfer_ps(shape.local_slots * slot_bytes, device.copy_bytes_per_s)
         is_encoded = stage.codec is not None and stage.codec.integers is None
         if stage.codec is not None and is_encoded:
-            wide = operand.slot_elements * _WIDE_BYTES
-            time = coding_ps(device, stage.codec, shape.encoded * wide, shape.decoded * wide)
+            wide = slot * _WIDE_BYTES
+            local = coding_ps(device, stage.codec, shape.encoded * wide, shape.decoded * wide)
+        sent = sum(load.time_ps(device, slot_bytes) for load in shape.loads)
         for collective, slots in shape.natives:
             num_bytes = slots * slot_bytes
             if not is_encoded:
-                num_bytes = slots * operand.slot_elements * self._itemsize_in(collective)
-            time += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
-        return time + sum(load.time_ps(device, slot_bytes) for load in shape.loads)
+                num_bytes = slots * slot * self._itemsize_in(collective)
+            sent += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
+        return _in_chunks(device, sent, local, chunks)
 
     def _itemsize_in(self, collective: str) -> int:
         return self.summed_itemsize if collective in REDUCTIONS else self.itemsize
+
+
+def _in_chunks(device: Device, sent: int, local: int, chunks: int) -> int:
+    """Returns the time of a stage of which each chunk takes so long on the wire, and to work on.
+
+    While one is on the wire, another is worked on, as far as the device does both at once.
+    """
+    hidden = (chunks - 1) * min(sent, local) * device.overlap_percent // 100
+    return chunks * (sent + local) - hidden
 
 
 @dataclass(frozen=True)
@@ -277,7 +290,7 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
             for phase in form.phases
             if phase.kind not in ("fold", "permute")
         ),
-        loads=tuple(load_of(device, digits, run, stage.choice) for run in runs(stage, form)),
+        loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
     )
 
 

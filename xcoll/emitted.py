@@ -13,7 +13,7 @@ from xcoll.algorithms import build, closed_form
 from xcoll.costmodel import stage_form
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
-from xcoll.schedule import ROOTED, Lane, NativeStep, PermuteStep, Repeat, Schedule
+from xcoll.schedule import ROOTED, Lane, NativeStep, PermuteStep, Repeat, Schedule, swaps
 
 EXACT_MAX_RANKS = 64
 """Up to this many ranks, bytes and operations are counted on the schedule itself; beyond, on its
@@ -34,7 +34,7 @@ class Emitted:
     """What a stage emits, in slots: permutes and XLA's collectives, with their counts.
 
     Attributes:
-      permutes: slots in the operand, pairs of ranks (empty where there are more than
+      permutes: slots (of a chunk) in the operand, pairs of ranks (empty where there are more than
         `EXACT_MAX_RANKS` ranks) and executions.
       natives: pairs of collective and slots in the operand.
       moved: for up to `EXACT_MAX_RANKS` ranks, slots that each rank (row) sends to each other by
@@ -56,7 +56,8 @@ def permutes_in_program(stages: Sequence[Stage]) -> int:
         repeats = stage.choice.name in ("ring", "bidirectional_ring", "torus", "hierarchical")
         looped = repeats and stage.span.num_ranks > UNROLLED_RANKS
         levels = max(1, sum(size > 1 for size in stage.dims))
-        total += sum(
+        most = stage.num_chunks * (2 if stage.beside else 1)
+        total += most * sum(
             phase.lanes * (levels if looped else phase.steps)
             for phase in phases
             if phase.kind == "permute"
@@ -72,7 +73,20 @@ def emitted_by(stage: Stage, request: Request) -> Emitted:
             moved[source, destination] = source != destination
         return Emitted(((1, request.pairs, 1),), (), moved)
     root = request.root if stage.collective in ROOTED else 0
-    return _emitted_by(stage.choice, stage.collective, stage.span.num_ranks, stage.dims, root)
+    once = _emitted_by(stage.choice, stage.collective, stage.span.num_ranks, stage.dims, root)
+    if stage.num_chunks == 1 and stage.beside is None:
+        return once
+    chunks = stage.num_chunks
+    return Emitted(
+        tuple((s, pairs, n * chunks * _turns(stage, pairs)) for s, pairs, n in once.permutes),
+        once.natives * chunks,
+        None if once.moved is None else once.moved * chunks,
+    )
+
+
+def _turns(stage: Stage, pairs: Pairs) -> int:
+    """Returns how many permutes the lowering makes of one."""
+    return 2 if stage.beside is not None and swaps(pairs) else 1
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -52,6 +52,8 @@ class Run:
         """Returns the buffer after all steps: the rank's own share of what is scattered."""
         schedule = self.schedule
         is_own = schedule.enter == "own"
+        if lanes := sums_at_owners(schedule):
+            return self._sum_at_owners(lanes, buffer)
         for step in schedule.steps:
             if self.wire is not None and isinstance(step, Repeat) and hops_on(step):
                 buffer, is_own = self._hops(step, self._full(buffer, is_own)), False
@@ -71,6 +73,14 @@ class Run:
         if schedule.collective == "all_reduce" and schedule.enter == "own":
             return self._own(buffer, is_own)
         return self._full(buffer, is_own)
+
+    def _sum_at_owners(self, lanes: Sequence[Lane], buffer: jax.Array) -> jax.Array:
+        """Returns the own share, to which what arrives is added: the buffer need not be written."""
+        total = self._own(buffer, False)
+        for lane in lanes:
+            _, (arrived,) = self._exchange((lane,), buffer, 0)
+            total = self._combine(total, arrived)
+        return total
 
     def _step(
         self, step: LocalOrWire, buffer: jax.Array, is_own: bool, iteration: int
@@ -261,6 +271,24 @@ class Run:
         if bits is None or not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype == jnp.float16:
             return send(x)
         return lax.bitcast_convert_type(send(lax.bitcast_convert_type(x, bits)), x.dtype)
+
+
+def sums_at_owners(schedule: Schedule) -> tuple[Lane, ...]:
+    """Returns the lanes of a reduce-scatter that send each share to its owner; else nothing."""
+    steps = schedule.steps
+    if schedule.collective != "reduce_scatter" or schedule.share != 1:
+        return ()
+    lanes = [lane for s in steps if isinstance(s, PermuteStep) for lane in s.lanes]
+    everyone = list(range(schedule.num_ranks))
+    if len(lanes) != len(steps) or any(
+        not lane.reduce
+        or [lane.recv.first(rank) for rank in everyone] != everyone
+        or sorted(d for _, d in lane.pairs) != everyone
+        or any(lane.send.first(source) != destination for source, destination in lane.pairs)
+        for lane in lanes
+    ):
+        return ()
+    return tuple(lanes)
 
 
 def _one_nan(x: jax.Array) -> jax.Array:

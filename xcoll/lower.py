@@ -46,12 +46,19 @@ def run_stage(
     Returns:
       ``(N,)``; ``(m,)`` after reduce_scatter and scatter; ``(n, m)`` after the others.
     """
-    ranks = Ranks(stage.span, axis_sizes)
+    ranks = Ranks(stage.span, axis_sizes, stage.beside)
     n = ranks.num_ranks
     schedule = build(stage.choice, stage.collective, n, dims=stage.dims, root=root)
     share = schedule.share
 
     def run(slots: jax.Array) -> jax.Array:
+        if stage.num_chunks == 1:
+            return carry(slots)
+        # No chunk needs another, so that what computes need not wait for what is on the wire.
+        chunks = jnp.split(slots, stage.num_chunks, axis=1)
+        return jnp.concatenate([carry(chunk) for chunk in chunks], axis=1)
+
+    def carry(slots: jax.Array) -> jax.Array:
         if wire is None or stage.collective not in MOVES:
             return Run(schedule, ranks, op, wire)(slots)
         # What only moves is encoded once, by its owner.

@@ -23,6 +23,7 @@ from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Policy
 from xcoll.precision import max_error
 from xcoll.roundoff import error_bound
+from xcoll.sharing import shared
 from xcoll.topology import Topology
 from xcoll.units import readable_time
 
@@ -55,6 +56,7 @@ class Options:
         self.topology = topology
         self.policy = policy
         self._pricers: dict[str, Pricer] = {}
+        self._shared: dict[tuple[Stage, ...], tuple[Stage, ...]] = {}
         stage = Stage(request.collective, whole_span(request), NATIVE)
         self.native = Option("native", (stage,), self._native_ps(request))
 
@@ -65,20 +67,19 @@ class Options:
           stages: what to do.
           where: what the name needs besides, of several plans that read alike.
         """
+        stages = self._sharing(stages)
         time = self.price(stages) if self.topology.is_known else None
         why_not = barred(self.request, self.topology, stages) or self._over_budget(stages)
         return Option(describe(self.request.collective, stages) + where, stages, time, why_not)
 
     def price(self, stages: Sequence[Stage]) -> int:
         """Returns the predicted time of a plan, packing included."""
+        stages = self._sharing(tuple(stages))
         request = carried(self.request, stages)
         device = self.topology.device
         assert device is not None
-        if request.dtype not in self._pricers:
-            summed = self._summed_itemsize(request)
-            self._pricers[request.dtype] = Pricer(self.topology, request.itemsize, summed)
         elements = payload_elements(request, stages)
-        time = self._pricers[request.dtype].plan_ps(request.collective, stages, elements)
+        time = self._pricer(request).plan_ps(request.collective, stages, elements)
         if len(request.shapes) > 1 or block_of(stages) > 1:
             time += packing_ps(device, self.request.num_bytes)
         if request is not self.request:
@@ -90,6 +91,23 @@ class Options:
                 self.topology, span, span_digits(self.topology, span), "all_reduce", 4
             )
         return time
+
+    def _pricer(self, request: Request) -> Pricer:
+        if request.dtype not in self._pricers:
+            summed = self._summed_itemsize(request)
+            self._pricers[request.dtype] = Pricer(self.topology, request.itemsize, summed)
+        return self._pricers[request.dtype]
+
+    def _sharing(self, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """Returns the stages as they share slow links (`xcoll.sharing`)."""
+        if not self.topology.is_known:
+            return stages
+        if stages not in self._shared:
+            request = carried(self.request, stages)
+            price = self._pricer(request).stage_ps
+            made = shared(request, self.topology, stages, price)
+            self._shared[stages] = self._shared[made] = made
+        return self._shared[stages]
 
     def bound(self, stages: Sequence[Stage]) -> float:
         """Returns the bound on a plan's error (`xcoll.precision`)."""
@@ -157,17 +175,24 @@ class Options:
         )
 
 
-def least_departure(options: Sequence[Option]) -> Option:
+def least_departure(options: Sequence[Option], margin: int = GAIN_PERCENT) -> Option:
     """Returns the fastest option, or one about as fast that leaves more to XLA.
 
-    Replacing XLA's collective at one level of a hierarchy has to be worth as much as replacing it
-    altogether; and a codec, as much as doing without.
+    Replacing XLA's collective at one level of a hierarchy has to be worth the margin; and a codec
+    has to make a plan faster by `GAIN_PERCENT` than doing without.
+
+    Args:
+      options: priced ones.
+      margin: percent (`xcoll.candidates.margin_percent`).
     """
     fastest = min(option.time_ps or 0 for option in options)
-    close = [o for o in options if (o.time_ps or 0) * (100 - GAIN_PERCENT) <= fastest * 100]
+    near = [o for o in options if (o.time_ps or 0) * (100 - GAIN_PERCENT) <= fastest * 100]
+    pool = [o for o in near if not o.is_encoded] or near
+    fastest = min(option.time_ps or 0 for option in pool)
+    close = [o for o in pool if (o.time_ps or 0) * (100 - margin) <= fastest * 100]
 
-    def departure(option: Option) -> tuple[bool, int, tuple[int, int, str]]:
+    def departure(option: Option) -> tuple[int, tuple[int, int, str]]:
         replaced = sum(stage.choice != NATIVE for stage in option.stages)
-        return option.is_encoded, replaced, option.order
+        return replaced, option.order
 
     return min(close, key=departure)

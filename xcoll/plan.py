@@ -40,7 +40,7 @@ ALGORITHM_NAMES = (
 )
 """What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
 
-_JSON_VERSION = 2
+_JSON_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,11 @@ class Stage:
       dims: for algorithms over several levels at once (torus, pipelined hierarchical): the
         sizes of the levels inside the span, outermost first; else empty.
       codec: how its payload travels; None for the payload's own bits.
+      beside: ranks that send the same over other links to the same place. Where partners swap,
+        those of the lower half send up the ranks while the others send down, then the other way
+        about: for transports on which two ranks that swap send one after the other.
+      num_chunks: chunks of the payload that take the stage one after another, so that one is
+        encoded or decoded while another is on the wire.
     """
 
     collective: str
@@ -121,16 +126,19 @@ class Stage:
     choice: Choice
     dims: tuple[int, ...] = ()
     codec: Codec | None = None
+    beside: Span | None = None
+    num_chunks: int = 1
 
     def __str__(self) -> str:
-        """Reads like the algorithm, and the codec after a slash.
+        """Reads like the algorithm, the codec after a slash, then the chunks.
 
         >>> from xcoll import codecs
         >>> span = Span(("dcn",), 2)
-        >>> print(Stage("all_gather", span, Choice("ring"), codec=codecs.int8()))
-        ring/int8
+        >>> print(Stage("all_gather", span, Choice("ring"), codec=codecs.int8(), num_chunks=2))
+        ring/int8 in 2 chunks
         """
-        return f"{self.choice}/{self.codec}" if self.codec else str(self.choice)
+        encoded = f"{self.choice}/{self.codec}" if self.codec else str(self.choice)
+        return f"{encoded} in {self.num_chunks} chunks" if self.num_chunks > 1 else encoded
 
 
 @dataclass(frozen=True)
@@ -257,11 +265,16 @@ def _check(plan: Plan) -> None:
         _known("stages", "collective", stage.collective, (*COLLECTIVES, "permute"))
         _check_choice(stage.choice)
         span = stage.span
-        if min(span.num_ranks, span.stride, *stage.dims) < 1:
-            raise ValueError(f"stages: {stage}: numbers of ranks and strides are at least 1")
+        spans = [span, *([stage.beside] if stage.beside else [])]
+        numbers = [number for s in spans for number in (s.num_ranks, s.stride)]
+        if min(*numbers, *stage.dims, stage.num_chunks) < 1:
+            raise ValueError(
+                f"stages: {stage}: numbers of ranks and chunks, and strides, are at least 1"
+            )
     wire = (plan.wire_bytes, *(candidate.wire_bytes for candidate in plan.candidates))
     used = [
         *(axis for stage in plan.stages for axis in stage.span.axes),
+        *(axis for stage in plan.stages if stage.beside for axis in stage.beside.axes),
         *(axis for operation in plan.operations for axis in operation.axes),
         *(axis for pairs in wire for axis, _ in pairs),
     ]

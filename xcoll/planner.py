@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from xcoll.algorithms import check_choice
-from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, whole
+from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, margin_percent, whole
 from xcoll.compress import assignments, compress, why_exact
 from xcoll.costmodel import REDUCTIONS
 from xcoll.direct_sums import accumulated, deterministic, wide_options
@@ -154,7 +154,8 @@ class Maker(Options):
                 options,
             )
         enough = [o for o in allowed if (o.time_ps or 0) * 100 <= native * (100 - GAIN_PERCENT)]
-        first = least_departure(enough) if enough else allowed[0]
+        margin = margin_percent(self.topology)
+        first = least_departure(enough, margin) if enough else allowed[0]
         assert first.time_ps is not None
         if not enough and (why_not := self._over_budget(self.native.stages)) is not None:
             return self.made(first, f"native is none: {why_not}", [self.native, *options])

@@ -76,7 +76,7 @@ def _rounded(error: float, by: float, times: int) -> float:
 
 def _roundings(stage: Stage) -> int:
     """Returns how often a value is encoded in a stage, at most."""
-    if stage.collective not in REDUCTIONS or stage.choice.name == "direct":
+    if stage.collective not in REDUCTIONS or stage.choice.name in ("direct", "pairwise"):
         return 1
     return sum(phase.steps for phase in stage_form(stage).phases if phase.kind == "permute")
 

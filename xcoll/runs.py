@@ -122,15 +122,17 @@ class Load:
         return self.steps * (self.fixed_ps + wire + work)
 
 
-def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice) -> Load:
+def load_of(device: Device, digits: tuple[Digit, ...], run: Run, stage: Stage) -> Load:
     """Returns what a run of steps takes.
 
     Args:
       device: the devices.
       digits: the levels the ranks lie on, innermost first.
       run: the steps.
-      choice: the algorithm they belong to.
+      stage: what they belong to.
     """
+    choice, beside = stage.choice, stage.beside
+    turns = 1
     ranks = math.prod(digit.level.size for digit in digits)
     sent: dict[int, int] = {}
     percent: dict[int, int] = {}
@@ -151,6 +153,10 @@ def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice)
             sent[at] = sent.get(at, 0) + messages * part.slots
             swap = choice.name == "double_tree" or _is_swap(digit, part, ranks)
             duplex = link.swap_percent if swap else link.unlike_percent
+            if swap and beside is not None:
+                # Both directions are busy in each turn, each by half of the ranks, rounded up.
+                turns, half = 2, beside.num_ranks - beside.num_ranks // 2
+                duplex = link.unlike_percent * 2 * half // beside.num_ranks
             percent[at] = max(percent.get(at, 0), duplex)
             if link.network == "torus":
                 # A message turns from one dimension into the next.
@@ -162,7 +168,7 @@ def load_of(device: Device, digits: tuple[Digit, ...], run: Run, choice: Choice)
     slots = sum(part.lanes * part.slots for part in run.parts)
     if device.platform == "cpu":
         # Hosts copy every message, and start permutes one after another.
-        starts, passes = lanes, 1
+        starts, passes = lanes * turns, 1
     else:
         starts, passes = 1, 3 if run.parts[0].reduce else 2
     return Load(

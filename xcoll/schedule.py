@@ -22,7 +22,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -202,6 +202,16 @@ class Schedule:
     def share(self) -> int:
         """Slots in one rank's own share (the shares are ``num_ranks`` of them)."""
         return self.num_slots // self.num_ranks
+
+
+def swaps(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether two ranks send to each other.
+
+    >>> swaps([(0, 1), (1, 0)]), swaps([(0, 1), (1, 2), (2, 0)])
+    (True, False)
+    """
+    known = set(pairs)
+    return any((d, s) in known for s, d in known if s != d)
 
 
 # libtpu pads the shares of a large reduce-scatter to eight tiles itself, and sends what it added.

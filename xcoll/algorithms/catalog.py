@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from xcoll.algorithms import (
     doubling,
+    exchanges,
     logarithmic,
     oneshot,
     pipelines,
@@ -133,8 +134,13 @@ _TABLE = (
     ),
     Algorithm(
         name="pairwise",
-        builders={"all_to_all": logarithmic.pairwise_all_to_all},
-        form=logarithmic.pairwise_form,
+        builders={
+            "all_reduce": exchanges.pairwise_all_reduce,
+            "reduce_scatter": exchanges.pairwise_reduce_scatter,
+            "all_gather": exchanges.pairwise_all_gather,
+            "all_to_all": exchanges.pairwise_all_to_all,
+        },
+        form=exchanges.pairwise_form,
     ),
     Algorithm(
         name="direct",

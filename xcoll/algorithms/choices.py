@@ -55,7 +55,7 @@ def bruck() -> Choice:
 
 
 def pairwise() -> Choice:
-    """Returns the choice of the pairwise all-to-all: ``n - 1`` steps of one share."""
+    """Returns the choice of the pairwise exchange: ``n - 1`` steps of one share, sums at owners."""
     return Choice("pairwise")
 
 

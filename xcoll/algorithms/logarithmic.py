@@ -1,4 +1,4 @@
-"""Bruck's algorithms, the pairwise exchange, and broadcast as scatter and all-gather.
+"""Bruck's algorithms, and broadcast as scatter and all-gather.
 
 Blocks are numbered relative to the rank, so that every rank moves the same slots; a local
 shuffle at the start and at the end translates.
@@ -28,17 +28,12 @@ def bruck_all_to_all(num_ranks: int) -> Schedule:
     steps: list[Step] = []
     for bit in range(ceil_log2(n)):
         blocks = [i for i in range(n) if i >> bit & 1]
-        steps.append(_relative(n, 1 << bit, blocks, blocks))
-    return _exchange("bruck", n, steps)
+        steps.append(relative(n, 1 << bit, blocks, blocks))
+    return exchange("bruck", n, steps)
 
 
-def pairwise_all_to_all(num_ranks: int) -> Schedule:
-    """Builds the pairwise all-to-all: step ``t`` sends one share to the rank ``t`` further."""
-    n = num_ranks
-    return _exchange("pairwise", n, [_relative(n, t, [t], [t]) for t in range(1, n)])
-
-
-def _exchange(algorithm: str, n: int, steps: list[Step]) -> Schedule:
+def exchange(algorithm: str, n: int, steps: list[Step]) -> Schedule:
+    """Returns an all-to-all whose steps see blocks numbered relative to the rank."""
     # In between, slot i holds the block for rank r + i, or that from rank r - i once moved.
     before = ShuffleStep(every(n, lambda r: r))
     after = ShuffleStep(every(n, lambda r: r), sign=-1)
@@ -70,13 +65,14 @@ def _gather(n: int, root: int) -> tuple[Step, ...]:
     held = 1
     while held < n:
         count = min(held, n - held)
-        steps.append(_relative(n, -held, range(count), range(held, held + count)))
+        steps.append(relative(n, -held, range(count), range(held, held + count)))
         held += count
     steps.append(ShuffleStep(every(n, lambda r: (root - r) % n)))
     return tuple(steps)
 
 
-def _relative(n: int, distance: int, send: Iterable[int], recv: Iterable[int]) -> PermuteStep:
+def relative(n: int, distance: int, send: Iterable[int], recv: Iterable[int]) -> PermuteStep:
+    """Returns a step that sends the same slots of every rank to the rank ``distance`` further."""
     start = (0,) * n
     return PermuteStep(
         (
@@ -148,13 +144,3 @@ def bruck_form(collective: str, num_ranks: int) -> ClosedForm:
         blocks = n // (2 * size) * size + max(0, n % (2 * size) - size)
         phases.append(Phase(1, blocks, distance=size))
     return ClosedForm(n, tuple(phases))
-
-
-def pairwise_form(collective: str, num_ranks: int) -> ClosedForm:
-    """Returns the closed form of the pairwise all-to-all.
-
-    Its distances are 1 to n - 1; the phase states the middle one, n / 2.
-    """
-    del collective
-    n = num_ranks
-    return ClosedForm(n, (Phase(n - 1, 1, distance=max(1, n // 2)),) if n > 1 else ())

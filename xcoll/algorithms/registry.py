@@ -14,6 +14,7 @@ from xcoll.schedule import COLLECTIVES, ROOTED, ClosedForm, Schedule
 _COUNTERPART = {
     ("halving_doubling", "all_gather"): "recursive_doubling",
     ("recursive_doubling", "reduce_scatter"): "halving_doubling",
+    ("pairwise", "all_gather"): "native",
 }
 
 
@@ -23,7 +24,7 @@ def supports(choice: Choice, collective: str) -> str | None:
     >>> supports(Choice("ring"), "all_reduce") is None
     True
     >>> supports(Choice("pairwise"), "reduce")
-    'pairwise has no reduce; it does all_to_all'
+    'pairwise has no reduce; it does all_reduce, reduce_scatter, all_gather, all_to_all'
     """
     check_choice("supports", choice)
     if choice.name == "hierarchical" and _segments(choice) == 1:
@@ -45,7 +46,7 @@ def part_of(level: Choice, collective: str) -> Choice:
     """Returns the algorithm with which a level does its part.
 
     Halving and doubling are two halves of one algorithm: recursive halving scatters,
-    recursive doubling gathers.
+    recursive doubling gathers. What was summed pairwise, XLA gathers.
     """
     name = _COUNTERPART.get((level.name, collective))
     return Choice(name) if name else level

@@ -217,6 +217,7 @@ class Device:
             memory_bytes_per_s=memory,
             copy_bytes_per_s=copy,
             step_ps=int(figure(kind, "step_latency")) * 1000,
+            overlap_percent=int(figure(kind, "overlap")) if "overlap" in table["figures"] else 0,
             num_hosts=num_hosts,
             version=str(table["version"]),
         )
