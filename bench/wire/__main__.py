@@ -73,6 +73,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     common = {
         "loopback": options.loopback,
         "profile": options.profile,
+        "tune_s": options.tune,
         "torch_python": options.torch_python,
         "mpi_python": options.mpi_python,
         "breakdown": options.breakdown,
@@ -147,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=7, help="timed turns of each variant (7)")
     add("--cell", type=parse_duration, default=120.0, metavar="TIME",
         help="fewer rounds, down to 3, where a payload would take longer (2min)")  # fmt: skip
-    add("--profile", default="", metavar="FILE", help="plan with what `xcoll tune` measured")
+    plan = parser.add_mutually_exclusive_group().add_argument
+    plan("--profile", default="", metavar="FILE", help="plan with what `xcoll tune` has measured")
+    plan("--tune", type=parse_duration, default=0.0, metavar="TIME",
+         help="calibrate each cluster first, and plan with that (else for its rate)")  # fmt: skip
     add("--torch-python", type=_program, default="", metavar="PATH",
         help="an interpreter with PyTorch, for torch.distributed with Gloo")  # fmt: skip
     add("--mpi-python", type=_program, default="", metavar="PATH",
