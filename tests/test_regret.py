@@ -39,7 +39,8 @@ def timed(name: str, *rounds_s: float, predicted_s: float = 1.0, **fields) -> Ti
 
 
 def result(*plans: Timed, chosen=("a", "c"), noise=0.0, case=CASE, **fields) -> Result:
-    values = {"too_slow": (), "barred": (), "topology": "profile p", "machine": "m", **fields}
+    values = {"too_slow": (), "barred": (), "topology": "profile p", "machine": "m"}
+    values |= {"launch_s": 0.0, **fields}
     return Result(
         case=case,
         chosen=dict(zip(("exact", "int8@host"), chosen, strict=True)),
@@ -118,6 +119,8 @@ def test_errors_are_parts_of_the_measured_time_and_each_program_counts_once():
     assert by_name["a"].error == pytest.approx(0.25)  # 6 for 8
     assert by_name["b"].ratio == pytest.approx(1.3)  # 6.5 for 5
     assert by_name["b"].error == pytest.approx(0.3)
+    (native, *_) = figures.points([measured(launch_s=1.0)])
+    assert native.ratio == pytest.approx(0.9)  # 8 and 1 for 10
 
 
 @pytest.mark.parametrize(

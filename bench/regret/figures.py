@@ -95,15 +95,22 @@ def regrets(results: Iterable[Result]) -> Iterator[Regret]:
 
 @dataclass(frozen=True)
 class Point:
-    """One plan's time, predicted and measured."""
+    """One plan's time, predicted and measured: that of a program that does nothing else.
+
+    Attributes:
+      case: what was done.
+      timed: the plan.
+      predicted_s: as predicted, with the start of the program.
+    """
 
     case: Case
     timed: Timed
+    predicted_s: float
 
     @property
     def ratio(self) -> float:
         """Predicted over measured time."""
-        return self.timed.predicted_s / self.timed.median_s
+        return self.predicted_s / self.timed.median_s
 
     @property
     def error(self) -> float:
@@ -114,7 +121,7 @@ class Point:
 def points(results: Iterable[Result]) -> list[Point]:
     """Returns a point for each timed program; of plans that are the same program, the first's."""
     return [
-        Point(result.case, timed)
+        Point(result.case, timed, timed.predicted_s + result.launch_s)
         for result in results
         for timed in result.timed
         if not timed.same_as

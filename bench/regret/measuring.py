@@ -89,6 +89,7 @@ def measure(
     case: Case,
     considered: Considered,
     topology: str,
+    launch_s: float,
     mesh: jax.sharding.Mesh,
     meeting: Meeting,
     machine: Machine,
@@ -102,6 +103,7 @@ def measure(
       case: what is done.
       considered: its plans.
       topology: name of what they were planned for.
+      launch_s: seconds that starting a program takes.
       mesh: what it runs on.
       meeting: of all its processes, which have to call this alike.
       machine: where it runs.
@@ -143,6 +145,7 @@ def measure(
         too_slow=considered.too_slow,
         barred=considered.barred,
         topology=topology,
+        launch_s=launch_s,
         machine=str(machine),
     )
 

@@ -9,17 +9,21 @@ import jax
 
 import xcoll
 from bench.timing import Meeting
+from xcoll.calibration.reading import read_calibration
 from xcoll.topology import Topology
 
 
-def topology(
+def profile(
     path: Path,
     mesh: jax.sharding.Mesh,
     meeting: Meeting,
     budget_s: float,
     progress: Callable[[float, str], None] | None = None,
-) -> Topology:
-    """Returns the topology of a profile, which is measured where there is none.
+) -> tuple[Topology, float]:
+    """Returns the topology of a profile, and the seconds that starting a program takes by it.
+
+    A profile is measured where there is none. What it predicts is a collective's part of a program;
+    a program that is nothing but one takes as long as starting it besides.
 
     Args:
       path: the profile.
@@ -34,4 +38,6 @@ def topology(
     if not meeting.first_says(path.exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
         xcoll.tune(mesh, budget_s=budget_s, out=path, progress=progress)
-    return Topology.load(path, mesh)
+    found = read_calibration(path, mesh)
+    launch_s = next((term.value for term in found.terms if term.name == "launch"), 0.0)
+    return found.topology, launch_s

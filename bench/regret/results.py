@@ -60,6 +60,7 @@ class Result:
       too_slow: plans not timed, since they are predicted too slow.
       barred: plans not timed, since the planner may not choose them.
       topology: name of what they were planned for.
+      launch_s: seconds that starting a program takes, which no plan's prediction holds.
       machine: where they were timed.
     """
 
@@ -70,6 +71,7 @@ class Result:
     too_slow: tuple[str, ...]
     barred: tuple[str, ...]
     topology: str
+    launch_s: float
     machine: str
 
 

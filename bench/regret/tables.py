@@ -147,7 +147,7 @@ def separation_tables(all_points: Sequence[Point]) -> list[Table]:
 def _separation(
     what: str, heads: tuple[str, str], all_points: Sequence[Point], key: Callable[[Point], str]
 ) -> Table:
-    table = plain_table(f"predicted against measured, {what}")
+    table = plain_table(f"predicted, with the program's start, against measured, {what}")
     for head in heads:
         table.add_column(head)
     for head in ("plans", "error, median", "95th percentile", "predicted / measured, median"):

@@ -54,7 +54,9 @@ def main() -> int:
         def tell(share: float, what: str) -> None:
             progress.update(tuning, completed=round(100 * share), description=what)
 
-        topology = planned_from.topology(args.profile, mesh, meeting, args.tune_budget, tell)
+        topology, launch_s = planned_from.profile(
+            args.profile, mesh, meeting, args.tune_budget, tell
+        )
         progress.remove_task(tuning)
         task = progress.add_task(str(setting), total=len(wanted))
         for case in wanted:
@@ -62,7 +64,7 @@ def main() -> int:
             left_s = args.budget - (time.monotonic() - started_s)
             if meeting.first_says(estimate_s(plans) <= left_s):
                 progress.update(task, description=str(case))
-                result = measure(case, plans, topology.name, mesh, meeting, facts)
+                result = measure(case, plans, topology.name, launch_s, mesh, meeting, facts)
                 if meeting.is_first:
                     kept.append(result)
                     results.write(args.results, kept)

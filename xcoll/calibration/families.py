@@ -13,11 +13,14 @@ from xcoll.topology import Digit, Topology
 
 KIB, MIB = 2**10, 2**20
 
-SIZES = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 64 * MIB)
+SIZES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of the operand on each rank, smallest first."""
 
-BETWEEN = (16 * KIB, 256 * KIB, 16 * MIB, 2 * MIB, 128 * KIB)
+BETWEEN = (16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 32 * MIB)
 """Sizes that are measured besides, where time is left."""
+
+MOVED_SIZES = (64 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+"""Sizes of permutes inside a host, which are measured early: caches end somewhere."""
 
 LOCAL_SIZES = (256 * KIB, 4 * MIB)
 """Sizes at which what a device does by itself is measured."""
@@ -26,6 +29,7 @@ CODECS = ("int8", "int4", "bfloat16")
 """Codecs that are measured, by name."""
 
 _MOST_RESULT_BYTES = 128 * MIB
+_MOST_LINK_BYTES = 4 * MIB  # beyond, a link's rate decides alone
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -43,6 +47,7 @@ class Family:
       of: the physical dimension of a permute, or the codec.
       pairs: of a permute, by rank over all axes of the mesh.
       messages: of a permute: those on the busiest port, one way.
+      is_needed: measured however little time there is.
     """
 
     kind: str
@@ -50,6 +55,7 @@ class Family:
     of: str = ""
     pairs: Pairs = ()
     messages: int = 1
+    is_needed: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -67,6 +73,8 @@ class Family:
             return num_bytes == KIB
         if self.is_local:
             return num_bytes in LOCAL_SIZES
+        if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:
+            return False
         ranks = math.prod(topology.axis_sizes[axis] for axis in self.axes)
         result = num_bytes * (ranks if self.kind == "all_gather" else 1)
         return num_bytes % (4 * ranks) == 0 and result <= _MOST_RESULT_BYTES
@@ -76,10 +84,10 @@ def families(topology: Topology) -> tuple[Family, ...]:
     """Returns all that is measured on a mesh, what matters most first."""
     names = tuple(axis.name for axis in topology.axes)
     used = tuple(axis.name for axis in topology.axes if axis.size > 1)
-    found = [Family(kind="launch", axes=names), *_permutes(topology)]
+    found = [Family(kind="launch", axes=names, is_needed=True), *_permutes(topology)]
     over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
     for axes in reversed(over):
-        found.append(Family(kind="all_reduce", axes=axes))
+        found.append(Family(kind="all_reduce", axes=axes, is_needed=axes == over[-1]))
     found.append(Family(kind="copy", axes=names))
     found.append(Family(kind="sum", axes=names))
     for kind in MEASURABLE[1:]:
@@ -103,6 +111,7 @@ def _permutes(topology: Topology) -> Iterator[Family]:
                     of=level.dimension,
                     pairs=pairs,
                     messages=messages,
+                    is_needed=kind in ("shift", "one_way"),
                 )
 
 
