@@ -21,12 +21,12 @@ import jax
 from xcoll import _compat
 from xcoll.errors import PlanMismatchError, XcollWarning
 from xcoll.hosts.members import named
-from xcoll.hosts.run import unless_lost
+from xcoll.hosts.run import check_hosts, unless_lost
 from xcoll.waits import Waits
 
 _PREFIX = "xcoll/agreement"
 _SUMMARY_LENGTH = 4000
-_LOOK_S = 1.0
+_LOOK_S = 0.25
 
 _lock = threading.Lock()
 _rounds: Counter[str] = Counter()
@@ -172,6 +172,7 @@ class Exchange:
             if text is not None or time.monotonic() >= deadline:
                 return text
             waits.check(other)
+            check_hosts()
 
     def _place(self, process_id: int, number: int) -> str:
         return f"{_PREFIX}/{self.key}/{number}/{process_id}"

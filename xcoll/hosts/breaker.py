@@ -40,6 +40,7 @@ class Breaker:
         self._addresses = b""
         self._stop = threading.Event()
         self._learner = threading.Thread(target=self._learn, name="xcoll-gloo", daemon=True)
+        self._last_look = threading.Thread(target=self._look, name="xcoll-gloo", daemon=True)
         self._learner.start()
 
     def lost(self, message: str, then: Callable[[], None]) -> None:
@@ -58,8 +59,10 @@ class Breaker:
     def close(self) -> None:
         """Stops."""
         self._stop.set()
-        # It should not be inside the client when Python ends; it may hang there for good.
-        self._learner.join(_JOIN_S)
+        # They should not be inside the client when Python ends; they may hang there for good.
+        for thread in (self._learner, self._last_look):
+            if thread.is_alive():
+                thread.join(_JOIN_S)
 
     def _learn(self) -> None:
         seen: object = None
@@ -82,7 +85,7 @@ class Breaker:
         return True
 
     def _break(self, message: str, then: Callable[[], None]) -> None:
-        threading.Thread(target=self._look, name="xcoll-gloo", daemon=True).start()
+        self._last_look.start()
         start = time.monotonic()
         place, since, done = self._place(), start, False
         while not self._stop.is_set():

@@ -24,7 +24,7 @@ from xcoll.hosts.relay import Relay
 from xcoll.hosts.watch import Watch
 
 _LINGER_S = 5.0
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 2.0
 # What XLA's errors of a broken collective or key-value store have in them.
 _OF_THE_NETWORK = (
     "gloo", "nccl", "unavailable", "deadline_exceeded", "connection", "timed out", "aborted",
@@ -33,6 +33,12 @@ _OF_THE_NETWORK = (
 
 
 _current: Hosts | None = None
+
+
+def check_hosts() -> None:
+    """Raises a `HostLostError` if this is a watched run and a process of it is lost."""
+    if _current is not None:
+        _current.check()
 
 
 def unless_lost(call: Callable[[], None]) -> None:
@@ -116,7 +122,8 @@ class Hosts:
     def unless_lost(self, call: Callable[[], object]) -> None:
         """Makes a call that waits for other processes in jax, and can't be brought out of that.
 
-        It is made in a thread of its own, so that this one can leave.
+        It is made in a thread of its own, so that this one can leave. A call that can end soon
+        after a loss should: a thread that comes out of jax while Python ends, aborts the process.
 
         Raises:
           HostLostError: a process is lost.
