@@ -53,7 +53,7 @@ def run(
     text = batches(corpus.train, job, args, args.seed)
     first = next(text)
     variants = make_variants(
-        job, make_step, first, topology=args.topology, seed=args.seed,
+        job, make_step, first, topology=args.hardware, seed=args.seed,
         told=lambda name: console.log(f"compiling {name}", highlight=False),
     )  # fmt: skip
     starts = {
@@ -62,7 +62,7 @@ def run(
     }
     probe = make_probe(job)
     gradient, _ = lm_compare.check_gradients(
-        probe, xcoll.optimize(probe, topology=args.topology), variants["plain"].params, first
+        probe, xcoll.optimize(probe, topology=args.hardware), variants["plain"].params, first
     )
     num_checks = train(variants, itertools.chain([first], text), args.steps, processes, console)
     figures = measured(variants, processes, one_clock, args.target_loss)

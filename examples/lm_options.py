@@ -21,6 +21,9 @@ from xcoll.algorithms import check_choice
 ONE_STEP = ("algorithm", "codec", "compressor", "fsdp")
 """Options that describe one step, which is then compared with the plain one."""
 
+PROFILE = ".json"
+"""How a topology ends that is the path of a profile."""
+
 QUICK = {"steps": 6, "batch": 8, "seq_len": 32, "dim": 256, "layers": 1}
 """Defaults where it has to be quick."""
 
@@ -60,7 +63,7 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument(
         "--topology",
         type=_converted(_topology),
-        help="plan for this hardware, e.g. '2*cpu:4@200Mbit'",
+        help="plan for this hardware: '2*cpu:4@200Mbit', or a profile of xcoll tune, PATH.json",
     )
     parser.add_argument(
         "--algorithm", type=_converted(_algorithm), help="force one algorithm, e.g. ring"
@@ -135,23 +138,28 @@ def settings(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     """Returns the options, and what they ran on, as values for JSON."""
     found = vars(args) | {"out": str(args.out), "jax": jax.__version__, "mesh": dict(mesh.shape)}
     found["device_kind"] = mesh.devices.flat[0].device_kind
-    for option in ("codec", "compressor", "compression", "variants"):
+    for option in ("codec", "compressor", "compression", "variants", "hardware"):
         del found[option]
     if args.compression is not None:
         found["compression"] = args.compression.name
     return found
 
 
-def check_topology(text: str, mesh: Mesh) -> None:
-    """Checks that a topology describes a mesh of this shape.
+def read_topology(text: str | None, mesh: Mesh) -> xcoll.Topology | str | None:
+    """Returns what to plan for: the profile in a file ``PATH.json``, or the text, once checked.
 
     Raises:
-      ValueError: it describes another.
+      ValueError: it describes another mesh, or the file is no profile of this one.
     """
+    if text is None:
+        return None
     try:
+        if text.endswith(PROFILE):
+            return xcoll.Topology.load(text, mesh)
         xcoll.Topology.parse(text, axes=dict(mesh.shape))
-    except ValueError as err:
+    except (OSError, ValueError) as err:
         raise ValueError(f"--topology and --mesh: {err}") from err
+    return text
 
 
 def _converted(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -193,7 +201,10 @@ def _number(text: str) -> float:
 
 
 def _topology(text: str) -> str:
-    xcoll.Topology.parse(text)
+    if not text.endswith(PROFILE):
+        xcoll.Topology.parse(text)
+    elif not Path(text).is_file():
+        raise ValueError(f"no file {text!r}; xcoll tune --out {text} measures the mesh")
     return text
 
 

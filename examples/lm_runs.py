@@ -24,6 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+import xcoll
 from xcoll import hlo
 from xcoll.hlo.text import num_bytes as num_bytes_of
 
@@ -92,7 +93,10 @@ class _Training:
         return self.num_tokens / statistics.median(self.times[1:] or self.times)
 
     def run(
-        self, held_out: Callable[[Tree], float], mesh: jax.sharding.Mesh, topology: str | None
+        self,
+        held_out: Callable[[Tree], float],
+        mesh: jax.sharding.Mesh,
+        topology: xcoll.Topology | str | None,
     ) -> Run:
         collectives: Counter[str] = Counter()
         for collective in hlo.collectives(self.program):
@@ -145,7 +149,7 @@ def train(
     held_out: Callable[[Tree], float],
     mesh: jax.sharding.Mesh,
     console: Console,
-    topology: str | None = None,
+    topology: xcoll.Topology | str | None = None,
 ) -> list[Run]:
     """Compiles and runs each ``step(params, opt_state, tokens)`` for a number of steps.
 

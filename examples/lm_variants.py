@@ -87,7 +87,7 @@ def make_variants(
     make_step: Callable[..., Any],
     tokens: jax.Array,
     *,
-    topology: str | None,
+    topology: xcoll.Topology | str | None,
     seed: int,
     told: Callable[[str], None],
 ) -> dict[str, Variant]:

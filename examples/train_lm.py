@@ -49,7 +49,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lm_devices import initialize_processes, make_mesh, use_virtual_devices
 from lm_job import Job, batches, initial_state
 from lm_model import Config, next_byte_loss
-from lm_options import arguments, check_topology, fail, settings
+from lm_options import arguments, fail, read_topology, settings
 from rich.console import Console
 
 import xcoll
@@ -134,8 +134,7 @@ def set_up(args: argparse.Namespace) -> Mesh:
         if args.distributed is not None:
             initialize_processes(args.distributed)
         mesh = make_mesh(args.mesh)
-        if args.topology:
-            check_topology(args.topology, mesh)
+        args.hardware = read_topology(args.topology, mesh)
         if args.compression:
             args.compression.check(mesh, args.fsdp)
         if args.batch % mesh.size:
@@ -190,13 +189,13 @@ def pair(
     step, probe = make_step(job), make_probe(job)
 
     policy = xcoll.Policy(algorithm=args.algorithm)
-    optimised = xcoll.optimize(step, policy=policy, topology=args.topology)
+    optimised = xcoll.optimize(step, policy=policy, topology=args.hardware)
     steps, jobs = {"plain": step, "optimised": optimised}, {"plain": job, "optimised": job}
     if (third := args.compression) is not None:
         optimizer, lossy = third.apply(job.optimizer, policy, mesh)
         jobs[third.name] = replace(job, optimizer=optimizer, syncs=optimizer is not job.optimizer)
         steps[third.name] = xcoll.optimize(
-            make_step(jobs[third.name]), policy=lossy, topology=args.topology
+            make_step(jobs[third.name]), policy=lossy, topology=args.hardware
         )
 
     copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
@@ -209,20 +208,21 @@ def pair(
         held_out=held_out,
         mesh=mesh,
         console=console,
-        topology=args.topology,
+        topology=args.hardware,
     )
     report = optimised.reports[-1]
 
     tokens = next(batches(corpus.train, job, args, args.seed))
     unchanged = xcoll.explain(
-        step, *state, tokens, policy=xcoll.Policy.native(), topology=args.topology
+        step, *state, tokens, policy=xcoll.Policy.native(), topology=args.hardware
     )
-    optimised_probe = xcoll.optimize(probe, policy=policy, topology=args.topology)
+    optimised_probe = xcoll.optimize(probe, policy=policy, topology=args.hardware)
     gradient, found = lm_compare.check_gradients(probe, optimised_probe, state[0], tokens)
-    is_planned = mesh.size > 1 and bool(args.topology or args.algorithm)
+    # A profile may say that XLA's own collectives are the fastest.
+    is_planned = mesh.size > 1 and bool(args.algorithm or isinstance(args.hardware, str))
     further = None
     if third is not None:
-        lossy_probe = xcoll.optimize(probe, policy=lossy, topology=args.topology)
+        lossy_probe = xcoll.optimize(probe, policy=lossy, topology=args.hardware)
         error = lm_compressed.gradient_error(
             found,
             jax.jit(lossy_probe)(state[0], tokens)[0],

@@ -385,6 +385,7 @@ HARDWARE = {
         "num_hosts": 1,
         "version": "",
         "codec_rates": (CodecRate(codec="int8", encode_bytes_per_s=1, decode_bytes_per_s=1),),
+        "permute_points": ((0, 0), (1, 1)),
         "overlap_percent": 0,
     },
     Topology: {

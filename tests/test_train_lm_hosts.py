@@ -12,6 +12,7 @@ import jax
 import lm_data
 import lm_figures
 import lm_job
+import lm_options
 import lm_processes
 import lm_replicas
 import numpy as np
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from lm_devices import make_mesh
 from lm_model import Config
 
-from xcoll import hlo
+from xcoll import Topology, hlo
 
 ROOT = Path(__file__).parent.parent
 NAMES = ["plain", "exact", "int8", "int4"]
@@ -170,3 +171,17 @@ def test_examples_in_docstrings(module):
 def test_a_loss_that_is_not_reached():
     assert lm_figures.time_to_loss_s([6.0, 5.0, 4.0], [1.0, 1.0, 1.0], 4.9) is None
     assert lm_figures.time_to_loss_s([6.0, 5.0, 4.0], [1.0, 1.0, 1.0], 5.0) == 3.0
+
+
+def test_a_profile_is_a_topology(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "profile.json"
+    mesh = make_mesh({"host": 2, "device": 4})
+    with pytest.raises(SystemExit):
+        train_lm.main(["--topology", str(path)])
+    assert f"--topology: no file {str(path)!r}" in capsys.readouterr().err
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"^--topology and --mesh: .*profile\.json"):
+        lm_options.read_topology(str(path), mesh)
+    monkeypatch.setattr(Topology, "load", lambda *given: given)
+    assert lm_options.read_topology(str(path), mesh) == (str(path), mesh)
+    assert lm_options.read_topology("2*cpu:4@1Gbit", mesh) == "2*cpu:4@1Gbit"

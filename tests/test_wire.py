@@ -18,6 +18,7 @@ from bench.wire.breakdown import stage_pieces
 from bench.wire.checking import WrongResultError, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import parse_cluster, read_job
+from bench.wire.options import jobs, parsed
 from bench.wire.programs import Program, compiled, mapped, mesh_of, place, program
 from bench.wire.tables import cluster_tables
 from bench.wire.targets import MIB, Target, target
@@ -26,8 +27,6 @@ from xcoll.plan import Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
 from xcoll.printing import as_text
-
-OPTIONS = command_line._parser()
 
 
 @pytest.mark.parametrize("module", ["bounds", "jobs", "targets"])
@@ -198,7 +197,7 @@ def test_clusters():
 
 def test_jobs_are_each_cluster_at_each_rate_and_survive_json(tmp_path):
     words = ["--cluster", "2x4,4x2", "--rate", "50mbit,1gbit", "--small-cluster", "4x1"]
-    found = command_line.jobs(OPTIONS.parse_args(words))
+    found = jobs(parsed(words))
     assert [job.cluster for job in found] == [
         (2, 4, 50_000_000),
         (2, 4, 1_000_000_000),
@@ -216,6 +215,12 @@ def test_jobs_are_each_cluster_at_each_rate_and_survive_json(tmp_path):
     path.write_text(json.dumps({**dataclasses.asdict(found[0]), "hosts": "2"}))
     with pytest.raises(ValueError, match="hosts"):
         read_job(path)
+
+
+def test_quick_is_one_cluster_and_small_messages():
+    large, small = jobs(parsed(["--quick", "--rate", "50mbit"]))
+    assert (large.cluster, large.payloads_bytes) == ((2, 4, 50_000_000), (16 * MIB,))
+    assert large.collectives == ("psum",) and small.hosts == 4
 
 
 @pytest.mark.parametrize(

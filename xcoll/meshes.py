@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from xcoll.hardware import profiles
 from xcoll.topology import Topology
 
 
@@ -16,7 +17,8 @@ def check_topology(call: str, topology: Any) -> None:
 
     Raises:
       TypeError: it is neither a topology, nor text, nor None.
-      ValueError: the text is malformed.
+      FileNotFoundError: it names a profile that is not there.
+      ValueError: the text is malformed, or the profile corrupt.
     """
     if topology is not None and not isinstance(topology, Topology | str):
         raise TypeError(
@@ -24,7 +26,11 @@ def check_topology(call: str, topology: Any) -> None:
             f" 'v5e:4x4', or None, not {type(topology).__name__}"
         )
     if isinstance(topology, str):
-        Topology.parse(topology)
+        path = profiles.path_in(topology)
+        if path is None:
+            Topology.parse(topology)
+        else:
+            profiles.load(call, path)
 
 
 def topology_of(call: str, given: Topology | str | None, mesh: Mesh | None, sizes: Any) -> Any:
@@ -32,7 +38,8 @@ def topology_of(call: str, given: Topology | str | None, mesh: Mesh | None, size
 
     Args:
       call: the public function, for messages.
-      given: a topology, its text, or None.
+      given: a topology, its text, a profile's file (``"profile:FILE"``, or what ends in ``.json``),
+        or None.
       mesh: the mesh, or None where its devices are not known.
       sizes: its axes and their sizes, in its order.
 
@@ -40,8 +47,18 @@ def topology_of(call: str, given: Topology | str | None, mesh: Mesh | None, size
       The topology; None where nothing is said and there are no devices.
 
     Raises:
-      ValueError: the given topology does not match the mesh; both are shown.
+      FileNotFoundError: there is no such profile.
+      ValueError: the given topology does not match the mesh; both are shown. A profile of another
+        mesh, or one for a mesh whose devices are not known.
     """
+    path = profiles.path_in(given) if isinstance(given, str) else None
+    if path is not None:
+        if mesh is None:
+            raise ValueError(
+                f"{call}(topology={given!r}): a profile holds for the devices it was measured on,"
+                " and those of this mesh are not known here; give Topology.load(path, mesh)"
+            )
+        return Topology.load(path, mesh)
     if isinstance(given, str):
         return Topology.parse(given, axes=sizes)
     if given is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from xcoll.hardware import figure, kinds
+from xcoll.hardware.curves import between
 from xcoll.loads import loads
 from xcoll.plan import Span
 from xcoll.schedule import Phase
@@ -25,6 +26,13 @@ PS = 10**12
 def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
     """Returns the picoseconds that bytes take, rounded up."""
     return -(-num_bytes * PS // bytes_per_s)
+
+
+def passed_ps(device: Device, num_bytes: int) -> int:
+    """Returns the time that bytes take to pass a device's memory, in a permute."""
+    if device.permute_points:
+        return between(device.permute_points, num_bytes)
+    return transfer_ps(num_bytes, device.memory_bytes_per_s)
 
 
 def _share(num_bytes: int, parts: int, of: int) -> int:
@@ -46,11 +54,7 @@ def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_by
     if ranks == 1:
         return 0
     if collective == "permute":
-        return (
-            device.step_ps
-            + transfer_ps(num_bytes, device.memory_bytes_per_s)
-            + _wire(digits, Phase(1, 1), num_bytes)
-        )
+        return device.step_ps + passed_ps(device, num_bytes) + _wire(digits, Phase(1, 1), num_bytes)
     price = {"cpu": _cpu, "gpu": _gpu, "tpu": _tpu}[device.platform]
     return device.step_ps + price(device, digits, collective, num_bytes, ranks)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from xcoll.hardware import figure
 from xcoll.loads import OnLink, loads, twin_tree_loads
-from xcoll.natives import transfer_ps
+from xcoll.natives import passed_ps, transfer_ps
 from xcoll.plan import Stage
 from xcoll.policy import Choice
 from xcoll.schedule import ClosedForm, Phase
@@ -118,7 +118,7 @@ class Load:
         wire = 0
         for slots, bandwidth, percent in self.wires:
             wire = max(wire, transfer_ps(slots * slot_bytes, bandwidth) * percent // 100)
-        work = transfer_ps(self.worked_slots * slot_bytes, device.memory_bytes_per_s)
+        work = passed_ps(device, self.worked_slots * slot_bytes)
         return self.steps * (self.fixed_ps + wire + work)
 
 

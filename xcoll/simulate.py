@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xcoll.loads import span_digits
-from xcoll.natives import native_on, transfer_ps
+from xcoll.natives import native_on, passed_ps, transfer_ps
 from xcoll.plan import Span
 from xcoll.routes import Ints, Routes
 from xcoll.runs import start_ps
@@ -120,7 +120,7 @@ class _Network:
         reduces = any(lane.reduce for lane in step.lanes)
         passes = 1 if host else 3 if reduces else 2
         starts = len(step.lanes) if host else 1
-        work = transfer_ps(int(sent.max()) * passes, self.device.memory_bytes_per_s)
+        work = passed_ps(self.device, int(sent.max()) * passes)
         return starts * self.device.step_ps + start_ps(self.device) + latency + wire + work
 
     def _ends(self, lane: Lane) -> tuple[Ints, Ints]:

@@ -184,7 +184,11 @@ class Topology:
             raise TypeError(f"Topology.load(mesh={mesh!r}): must be a jax.sharding.Mesh")
         content, system = profiles.load("Topology.load", path)
         profiles.check("Topology.load", path, system, mesh)
-        found = cls.from_json(json.dumps(content.get("topology")))
+        try:
+            found = cls.from_json(json.dumps(content.get("topology")))
+        except ValueError as err:
+            where = f"Topology.load: {os.fspath(path)}"
+            raise ValueError(f"{where} is no profile: {err}; {profiles.FIX}") from None
         name = f"profile {os.path.basename(path)} {found.fingerprint}"
         return replace(found, name=name)
 

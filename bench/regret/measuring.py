@@ -26,26 +26,55 @@ NEAR = 1.25
 TURN_S, MOST_CALLS = 0.1, 20
 """How long a turn is, at least: an idle link carries its first 128 KiB faster than its rate."""
 
-_FIRST_ROUNDS = 2
-_FEW, _MOST, _ROUNDS_S = 3, 9, 1.5
-_COMPILING_S, _STARTING_S = 0.5, 1.0
+_SHORT_S = 0.02
+_FEW, _MOST, _ROUNDS_S = 3, 6, 0.6
+_GAP = 1.5
+_COMPILING_S, _STARTING_S = 0.45, 1.0
 
 
 def estimate_s(considered: Considered) -> float:
     """Returns about how many seconds `measure` will take."""
-    times = [candidate.predicted_s for candidate in considered.candidates]
-    calls, rounds = _calls(min(times)), _rounds(min(times))
-    near = [time for time in times if time <= NEAR * min(times)]
-    every = sum(times) * (1 + _FIRST_ROUNDS * calls)
-    further = (sum(near) + 3 * times[0]) * rounds * calls
-    return _STARTING_S + _COMPILING_S * len(times) + every + further
+    times = {candidate.plan.name: candidate.predicted_s for candidate in considered.candidates}
+    policies = {candidate.plan.name: candidate.policies for candidate in considered.candidates}
+    near = contenders(times, policies, considered.chosen.values())
+    checked = sum(times.values())
+    every = sum(_turns_s(group, _first_rounds) for group in groups(times))
+    again = {AGAIN: times["native"]} | {name: times[name] for name in near}
+    further = sum(_turns_s(group, _last_rounds) for group in groups(again))
+    return _STARTING_S + _COMPILING_S * len(times) + checked + every + further
+
+
+def groups(times_s: Mapping[str, float]) -> list[dict[str, float]]:
+    """Returns variants in groups that are alike in time, the fastest first.
+
+    A group's turns are of as many calls each, and short ones need more of them.
+
+    Args:
+      times_s: by name.
+    """
+    found: list[dict[str, float]] = []
+    last_s = 0.0
+    for name, time_s in sorted(times_s.items(), key=lambda item: item[1]):
+        if not found or time_s > _GAP * last_s:
+            found.append({})
+        found[-1][name] = last_s = time_s
+    return found
+
+
+def _turns_s(group: Mapping[str, float], rounds: Callable[[float], int]) -> float:
+    best_s = min(group.values())
+    return sum(group.values()) * _calls(best_s) * rounds(best_s)
 
 
 def _calls(best_s: float) -> int:
     return min(MOST_CALLS, max(1, math.ceil(TURN_S / best_s)))
 
 
-def _rounds(best_s: float) -> int:
+def _first_rounds(best_s: float) -> int:
+    return 2 if best_s < _SHORT_S else 1
+
+
+def _last_rounds(best_s: float) -> int:
     return min(_MOST, max(_FEW, math.ceil(_ROUNDS_S / (best_s * _calls(best_s)))))
 
 
@@ -60,24 +89,24 @@ def measure(
     case: Case,
     considered: Considered,
     topology: str,
+    launch_s: float,
     mesh: jax.sharding.Mesh,
     meeting: Meeting,
     machine: Machine,
-    on_turn: Callable[[str], None] | None = None,
 ) -> Result:
     """Returns the times of the plans of a case, all of which gave the right result.
 
-    All are timed in a few rounds; then the chosen ones, native, and what came near the best in
+    All are timed once or twice; then the chosen ones, native, and what came near the best in
     rounds of their own: the best of many noisy times would be too good.
 
     Args:
       case: what is done.
       considered: its plans.
       topology: name of what they were planned for.
+      launch_s: seconds that starting a program takes.
       mesh: what it runs on.
       meeting: of all its processes, which have to call this alike.
       machine: where it runs.
-      on_turn: told the name of each variant before it runs.
 
     Raises:
       SystemExit: a plan's result is wrong.
@@ -85,27 +114,38 @@ def measure(
     variants = _compiled(case, considered, mesh)
     runs = {name: v.run for name, v in variants.items() if not v.same_as}
     runs[AGAIN] = variants["native"].run
-    calls = _calls(min(candidate.predicted_s for candidate in considered.candidates))
-    times = interleaved(runs, _FIRST_ROUNDS, meeting, calls=calls, warm_ups=0, on_turn=on_turn)
-    best_s = min(t.median_s for t in times.values())
+
+    def turns(about_s: Mapping[str, float], rounds: Callable[[float], int]) -> dict[str, Times]:
+        found: dict[str, Times] = {}
+        for group in groups(about_s):
+            best_s = min(group.values())
+            found |= interleaved(
+                {name: runs[name] for name in runs if name in group},
+                rounds(best_s),
+                meeting,
+                calls=_calls(best_s),
+                warm_ups=0,
+            )
+        return found
+
+    predicted_s = {name: variants[name].candidate.predicted_s for name in runs if name != AGAIN}
+    times = turns(predicted_s, _first_rounds)
     near = contenders(
         {name: times[v.same_as or name].median_s for name, v in variants.items()},
         {name: v.candidate.policies for name, v in variants.items()},
         considered.chosen.values(),
     )
-    again = {name: run for name, run in runs.items() if name in _named(near, variants)}
-    again[AGAIN] = runs[AGAIN]
-    times |= interleaved(
-        again, _rounds(best_s), meeting, calls=_calls(best_s), warm_ups=0, on_turn=on_turn
-    )
+    about_s = {name: times[name].median_s for name in _named(near, variants)}
+    times |= turns(about_s | {AGAIN: about_s["native"]}, _last_rounds)
     return Result(
         case=case,
         chosen=considered.chosen,
-        timed=tuple(_timed(name, v, times) for name, v in variants.items()),
+        timed=tuple(_timed(name, v, times, name in near) for name, v in variants.items()),
         native_noise=noise(times["native"], times[AGAIN]),
         too_slow=considered.too_slow,
         barred=considered.barred,
         topology=topology,
+        launch_s=launch_s,
         machine=str(machine),
     )
 
@@ -161,7 +201,7 @@ def _named(names: set[str], variants: Mapping[str, _Variant]) -> set[str]:
     return {variants[name].same_as or name for name in names}
 
 
-def _timed(name: str, variant: _Variant, times: Mapping[str, Times]) -> Timed:
+def _timed(name: str, variant: _Variant, times: Mapping[str, Times], is_contender: bool) -> Timed:
     plan = variant.candidate.plan
     rounds = times[variant.same_as or name].rounds_s
     return Timed(
@@ -170,5 +210,6 @@ def _timed(name: str, variant: _Variant, times: Mapping[str, Times]) -> Timed:
         predicted_s=variant.candidate.predicted_s,
         policies=variant.candidate.policies,
         same_as=variant.same_as,
+        is_contender=is_contender,
         rounds_s=(*rounds, *times[AGAIN].rounds_s) if plan.is_native else rounds,
     )

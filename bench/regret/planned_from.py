@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
-from bench.regret.grid import Setting
+import xcoll
 from bench.timing import Meeting
+from xcoll.calibration.reading import read_calibration
 from xcoll.topology import Topology
 
 
-def topology(
-    path: Path | None, setting: Setting, mesh: jax.sharding.Mesh, meeting: Meeting, budget_s: float
-) -> Topology:
-    """Returns the topology of a cluster.
+def profile(
+    path: Path,
+    mesh: jax.sharding.Mesh,
+    meeting: Meeting,
+    budget_s: float,
+    progress: Callable[[float, str], None] | None = None,
+) -> tuple[Topology, float]:
+    """Returns the topology of a profile, and the seconds that starting a program takes by it.
+
+    A profile is measured where there is none. What it predicts is a collective's part of a program;
+    a program that is nothing but one takes as long as starting it besides.
 
     Args:
-      path: the profile; made where there is none. None: the hardware table's figures.
-      setting: the cluster.
-      mesh: its devices.
-      meeting: of all processes.
-      budget_s: seconds that measuring a profile may take.
+      path: the profile.
+      mesh: the devices it is of.
+      meeting: of all processes, which have to call this alike.
+      budget_s: seconds that measuring one may take.
+      progress: of `xcoll.tune`.
+
+    Raises:
+      ValueError: it is no profile, or one of something else.
     """
-    rate = setting.rate.replace("mbit", "Mbit").replace("gbit", "Gbit")
-    return Topology.parse(f"{setting.hosts}*cpu:{setting.devices}@{rate}", setting.axis_sizes)
+    if not meeting.first_says(path.exists()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        xcoll.tune(mesh, budget_s=budget_s, out=path, progress=progress)
+    found = read_calibration(path, mesh)
+    launch_s = next((term.value for term in found.terms if term.name == "launch"), 0.0)
+    return found.topology, launch_s

@@ -25,9 +25,7 @@ def scatter(all_points: Sequence[Point], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 6.5), layout="constrained")
-    times_ms = [
-        1000 * time_s for p in all_points for time_s in (p.timed.median_s, p.timed.predicted_s)
-    ]
+    times_ms = [1000 * time_s for p in all_points for time_s in (p.timed.median_s, p.predicted_s)]
     ends = [min(times_ms) / 1.5, max(times_ms) * 1.5]
     for limit, shade in ((figures.OTHER_ERROR, 0.10), (figures.WIRE_ERROR, 0.16)):
         low, high = ([end * factor for end in ends] for factor in (1 - limit, 1 + limit))
@@ -38,7 +36,7 @@ def scatter(all_points: Sequence[Point], path: Path) -> None:
     for number, (kind, group) in enumerate(by_kind):
         axis.scatter(
             [1000 * p.timed.median_s for p in group],
-            [1000 * p.timed.predicted_s for p in group],
+            [1000 * p.predicted_s for p in group],
             s=14,
             color=_COLOURS[number % len(_COLOURS)],
             alpha=0.75,

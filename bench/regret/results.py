@@ -25,6 +25,8 @@ class Timed:
       predicted_s: the predicted time.
       policies: under which it was considered.
       same_as: name of the plan before it whose program, and so whose times, it shares; else empty.
+      is_contender: whether it came near enough to the best to be timed in the further rounds, as
+        native and the chosen plans are in any case.
       rounds_s: seconds, one a round. Native is timed as two variants; these are both.
     """
 
@@ -33,12 +35,17 @@ class Timed:
     predicted_s: float
     policies: tuple[str, ...]
     same_as: str
+    is_contender: bool
     rounds_s: tuple[float, ...]
 
     @property
     def median_s(self) -> float:
         """The median over rounds."""
         return statistics.median(self.rounds_s)
+
+    def half_s(self, half: int) -> float:
+        """The median over every second round, from the first (0) or the second (1) on."""
+        return statistics.median(self.rounds_s[half::2] or self.rounds_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,7 @@ class Result:
       too_slow: plans not timed, since they are predicted too slow.
       barred: plans not timed, since the planner may not choose them.
       topology: name of what they were planned for.
+      launch_s: seconds that starting a program takes, which no plan's prediction holds.
       machine: where they were timed.
     """
 
@@ -63,6 +71,7 @@ class Result:
     too_slow: tuple[str, ...]
     barred: tuple[str, ...]
     topology: str
+    launch_s: float
     machine: str
 
 

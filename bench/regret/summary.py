@@ -47,6 +47,7 @@ def summary(kept: Sequence[Result], left_out: Sequence[Case]) -> dict[str, Any]:
                 "kind": timed.kind,
                 "same_as": timed.same_as,
                 "predicted_s": timed.predicted_s,
+                "launch_s": result.launch_s,
                 "measured_s": timed.median_s,
             }
             for result in kept

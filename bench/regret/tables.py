@@ -35,6 +35,8 @@ def report(results: Sequence[Result], left_out: Sequence[Case], notes: Sequence[
         "",
         target_table(results),
         "",
+        by_size_table(results),
+        "",
         regret_table(choices),
         "",
         *(part for table in separation_tables(figures.points(results)) for part in (table, "")),
@@ -83,8 +85,37 @@ def regret_table(choices: Sequence[Regret]) -> Table:
             f"{to_native:+.1%}",
             f"{choice.noise:.1%}",
         )
-    table.caption = "times: measured (predicted); to native: slower than XLA's own collective"
+    table.caption = (
+        "times: measured (predicted), medians; to native: slower than XLA's own collective."
+        "\nregret: the best of one half of the rounds, by its time in the other half"
+    )
     table.caption_justify = "left"
+    return table
+
+
+def by_size_table(results: Sequence[Result]) -> Table:
+    """Lays out regret by size and rate, beside native's own noise."""
+
+    def size_and_rate(case: Case) -> str:
+        return f"{figures.size_class(case)}|{case.setting.rate}"
+
+    choices = figures.grouped(figures.regrets(results), lambda c: size_and_rate(c.case))
+    noises = figures.grouped(results, lambda result: size_and_rate(result.case))
+    table = plain_table("regret by size and rate")
+    for name in ("payload", "rate"):
+        table.add_column(name)
+    for name in ("choices", "median", "95th percentile", "worst loss to native", "native's noise"):
+        table.add_column(name, justify="right")
+    for name, group in sorted(choices.items()):
+        costs = [choice.regret for choice in group]
+        table.add_row(
+            *name.split("|"),
+            str(len(group)),
+            _percent(figures.median(costs)),
+            _percent(figures.percentile(costs, 95)),
+            _percent(max(choice.loss for choice in group)),
+            _percent(figures.median([result.native_noise for result in noises[name]])),
+        )
     return table
 
 
@@ -116,7 +147,7 @@ def separation_tables(all_points: Sequence[Point]) -> list[Table]:
 def _separation(
     what: str, heads: tuple[str, str], all_points: Sequence[Point], key: Callable[[Point], str]
 ) -> Table:
-    table = plain_table(f"predicted against measured, {what}")
+    table = plain_table(f"predicted, with the program's start, against measured, {what}")
     for head in heads:
         table.add_column(head)
     for head in ("plans", "error, median", "95th percentile", "predicted / measured, median"):

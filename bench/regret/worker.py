@@ -29,6 +29,9 @@ def main() -> int:
     args = _arguments()
     # Gloo says there whom it is connected to; what is for the reader goes to stderr.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    # Clusters of one mesh run the same programs.
+    jax.config.update("jax_compilation_cache_dir", str(args.results.parent / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.distributed.initialize()
     meeting = Meeting("regret")
     facts = machine(meeting)
@@ -39,7 +42,6 @@ def main() -> int:
     )
     shape = (setting.hosts, setting.devices)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), AXES)
-    topology = planned_from.topology(args.profile, setting, mesh, meeting, args.tune_budget)
     kept = results.read(args.results) if meeting.is_first else []
     done = meeting.first_says([str(result.case) for result in kept])
     every = cases(setting, args.collectives, args.sizes)
@@ -47,13 +49,22 @@ def main() -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True, quiet=not meeting.is_first)
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        tuning = progress.add_task("profile", total=100)
+
+        def tell(share: float, what: str) -> None:
+            progress.update(tuning, completed=round(100 * share), description=what)
+
+        topology, launch_s = planned_from.profile(
+            args.profile, mesh, meeting, args.tune_budget, tell
+        )
+        progress.remove_task(tuning)
         task = progress.add_task(str(setting), total=len(wanted))
         for case in wanted:
             plans = considered(case.request(), topology)
             left_s = args.budget - (time.monotonic() - started_s)
             if meeting.first_says(estimate_s(plans) <= left_s):
                 progress.update(task, description=str(case))
-                result = measure(case, plans, topology.name, mesh, meeting, facts)
+                result = measure(case, plans, topology.name, launch_s, mesh, meeting, facts)
                 if meeting.is_first:
                     kept.append(result)
                     results.write(args.results, kept)
@@ -67,7 +78,7 @@ def _arguments() -> argparse.Namespace:
     add("--results", type=Path, required=True)
     add("--rate-bits-per-s", type=int, required=True)
     add("--budget", type=float, required=True, help="seconds, from the start of this")
-    add("--profile", type=Path)
+    add("--profile", type=Path, required=True, help="is measured where there is none")
     add("--tune-budget", type=float, default=60.0, help="seconds")
     add("--collectives", nargs="+", default=COLLECTIVES)
     add("--sizes", nargs="+", type=int, default=SIZES)

@@ -16,6 +16,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import xcoll
 from bench.peers.control import Peer, PeerError, Place, started
 from bench.timing import Meeting, machine, write_json
 from bench.wire.cells import Cell, measure
@@ -33,7 +34,7 @@ def main() -> int:
     jax.distributed.initialize()
     meeting = Meeting("wire", timeout_s=3600)
     mesh = mesh_of(job.hosts, job.devices)
-    topology = topology_of(job, mesh)
+    topology = topology_of(job, mesh, out.parent)
     facts = machine(meeting)
     with contextlib.ExitStack() as stack:
         peers, notes = stack.enter_context(peers_of(job, meeting))
@@ -61,12 +62,14 @@ def main() -> int:
     return 0
 
 
-def topology_of(job: Job, mesh: jax.sharding.Mesh) -> Topology:
-    """Returns what to plan for: the rate, or what was measured."""
-    if not job.profile:
-        return Topology.parse(job.topology, axes=dict(mesh.shape))
-    found: Topology = Topology.load(job.profile, mesh)  # type: ignore[attr-defined]
-    return found
+def topology_of(job: Job, mesh: jax.sharding.Mesh, directory: Path) -> Topology:
+    """Returns what to plan for: the rate, what was measured before, or what is measured here."""
+    if job.tune_s:
+        profile = directory / "profile.json"
+        return xcoll.tune(mesh, budget_s=job.tune_s, out=profile).topology
+    if job.profile:
+        return Topology.load(job.profile, mesh)
+    return Topology.parse(job.topology, axes=dict(mesh.shape))
 
 
 @contextlib.contextmanager

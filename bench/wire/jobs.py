@@ -32,6 +32,7 @@ class Job:
       calls: calls in a turn, one after another.
       cell_s: rounds become fewer, 3 at the least, where they would take longer than this.
       profile: file of a calibrated topology; empty: planned for the rate.
+      tune_s: the cluster is calibrated first, for so many seconds; 0: not.
       torch_python: an interpreter with PyTorch; empty: left out.
       mpi_python: an interpreter with mpi4py; empty: left out.
       breakdown: show where the time goes even where no target is missed.
@@ -48,6 +49,7 @@ class Job:
     calls: int
     cell_s: float
     profile: str
+    tune_s: float
     torch_python: str
     mpi_python: str
     breakdown: bool

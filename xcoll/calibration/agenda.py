@@ -6,7 +6,13 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xcoll.calibration.families import BETWEEN, SIZES, Family
+from xcoll.calibration.families import (
+    BETWEEN,
+    LOCAL_SIZES,
+    MOVED_SIZES,
+    SIZES,
+    Family,
+)
 
 MOST_ROUNDS = 15
 """Times that a case is measured at most."""
@@ -14,11 +20,13 @@ MOST_ROUNDS = 15
 ROUNDS = 3
 """Further rounds for which there is to be time before a larger size is taken in."""
 
-MOST_CALLS = 20
+MOST_CALLS = 30
 """Calls of a short operation in one measurement."""
 
-LONG_ENOUGH_S = 0.02
-"""Seconds that a measurement should last, so that leaving the barrier does not count."""
+LONG_ENOUGH_S = 0.04
+"""Seconds that a measurement should last: the first calls after a barrier are slow."""
+
+_BARRIER_S = 0.003
 
 
 @dataclass(frozen=True)
@@ -93,13 +101,14 @@ class Agenda:
           took_s: seconds for everything, compilation included.
         """
         around = max(0.0, took_s - call_s * calls)
+        call_s = max(call_s - _BARRIER_S / calls, 0.1 * call_s)
         known = self._known.get(case)
         if known is None:
             # The call that is not timed, and the program.
             self._compile_s += 0.2 * (max(0.0, around - call_s) - self._compile_s)
             known = self._known[case] = _Known(call_s=call_s, around_s=0.005)
         else:
-            known.call_s += (call_s - known.call_s) / (known.count + 1)
+            known.call_s += 0.5 * (call_s - known.call_s)
             known.around_s += 0.5 * (around - known.around_s)
             known.count += 1
         wanted = round(LONG_ENOUGH_S / max(known.call_s, 1e-6))
@@ -119,11 +128,16 @@ class Agenda:
         return self._budget_s - self._clock()
 
     def _all(self) -> Iterator[tuple[Case, int]]:
-        # Two points make a line: with these, links and steps are known whatever the budget.
+        # Two points make a line: with these, what matters most is known whatever the budget.
         for family in self._families:
-            if family.kind in ("launch", "shift", "one_way"):
+            if family.is_needed:
                 yield from self._first(family, (SIZES[0], SIZES[3]), always=True)
         yield from self._grow((SIZES[0], SIZES[3]))
+        for family in self._families:
+            early = (
+                LOCAL_SIZES if family.is_local else MOVED_SIZES if family.kind == "shift" else ()
+            )
+            yield from self._first(family, early)
         yield from self._grow(SIZES)
         for number in range(MOST_ROUNDS):
             order = list(self._known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,11 +13,14 @@ from xcoll.topology import Digit, Topology
 
 KIB, MIB = 2**10, 2**20
 
-SIZES = (KIB, 8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB, 64 * MIB)
+SIZES = (KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of the operand on each rank, smallest first."""
 
-BETWEEN = (16 * KIB, 256 * KIB, 16 * MIB, 2 * MIB, 128 * KIB)
+BETWEEN = (16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 32 * MIB)
 """Sizes that are measured besides, where time is left."""
+
+MOVED_SIZES = (64 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
+"""Sizes of permutes inside a host, which are measured early: caches end somewhere."""
 
 LOCAL_SIZES = (256 * KIB, 4 * MIB)
 """Sizes at which what a device does by itself is measured."""
@@ -25,7 +28,11 @@ LOCAL_SIZES = (256 * KIB, 4 * MIB)
 CODECS = ("int8", "int4", "bfloat16")
 """Codecs that are measured, by name."""
 
+OVERLAP = ("wire", "work", "both")
+"""A transfer, work beside it, and both in one program."""
+
 _MOST_RESULT_BYTES = 128 * MIB
+_MOST_LINK_BYTES = 4 * MIB  # beyond, a link's rate decides alone
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -38,11 +45,13 @@ class Family:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
         positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
         are not each other's reverse, ``"shift"`` to the next position; of local work, ``"launch"``
-        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``.
+        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a
+        permute one way, ``"work"``, several encodings, and ``"both"`` at once.
       axes: mesh axes it goes over; of local work, all of them.
       of: the physical dimension of a permute, or the codec.
       pairs: of a permute, by rank over all axes of the mesh.
       messages: of a permute: those on the busiest port, one way.
+      is_needed: measured however little time there is.
     """
 
     kind: str
@@ -50,11 +59,12 @@ class Family:
     of: str = ""
     pairs: Pairs = ()
     messages: int = 1
+    is_needed: bool = False
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is sent."""
-        return self.kind in ("launch", "copy", "sum", "encode", "decode")
+        """Whether it is about what a device does by itself, or beside a transfer."""
+        return self.kind in ("launch", "copy", "sum", "encode", "decode", *OVERLAP)
 
     def __str__(self) -> str:
         if self.is_local:
@@ -65,8 +75,12 @@ class Family:
         """Whether a size is measured: it makes shares of whole elements, and fits memory."""
         if self.kind == "launch":
             return num_bytes == KIB
+        if self.kind in OVERLAP:
+            return num_bytes == LOCAL_SIZES[-1]
         if self.is_local:
             return num_bytes in LOCAL_SIZES
+        if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:
+            return False
         ranks = math.prod(topology.axis_sizes[axis] for axis in self.axes)
         result = num_bytes * (ranks if self.kind == "all_gather" else 1)
         return num_bytes % (4 * ranks) == 0 and result <= _MOST_RESULT_BYTES
@@ -76,16 +90,19 @@ def families(topology: Topology) -> tuple[Family, ...]:
     """Returns all that is measured on a mesh, what matters most first."""
     names = tuple(axis.name for axis in topology.axes)
     used = tuple(axis.name for axis in topology.axes if axis.size > 1)
-    found = [Family(kind="launch", axes=names), *_permutes(topology)]
+    found = [Family(kind="launch", axes=names, is_needed=True), *_permutes(topology)]
     over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
     for axes in reversed(over):
-        found.append(Family(kind="all_reduce", axes=axes))
+        found.append(Family(kind="all_reduce", axes=axes, is_needed=axes == over[-1]))
     found.append(Family(kind="copy", axes=names))
     found.append(Family(kind="sum", axes=names))
     for kind in MEASURABLE[1:]:
         found += [Family(kind=kind, axes=axes) for axes in over]
     for kind in ("encode", "decode"):
         found += [Family(kind=kind, axes=names, of=codec) for codec in CODECS]
+    one_way = next((f for f in found if f.kind == "one_way"), None)
+    if one_way is not None:
+        found += [replace(one_way, kind=kind, of="", is_needed=False) for kind in OVERLAP]
     return tuple(found)
 
 
@@ -103,6 +120,7 @@ def _permutes(topology: Topology) -> Iterator[Family]:
                     of=level.dimension,
                     pairs=pairs,
                     messages=messages,
+                    is_needed=kind in ("shift", "one_way"),
                 )
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from xcoll.calibration.families import CODECS, Family
+from xcoll.calibration.families import CODECS, OVERLAP, Family
 from xcoll.calibration.lines import line, rising
 from xcoll.calibration.result import Sample, Term
 from xcoll.codecs.table import named
 from xcoll.hardware.curves import MEASURABLE
 from xcoll.hardware.fields import LARGEST
+from xcoll.natives import passed_ps
 from xcoll.runs import start_ps
 from xcoll.topology import AxisLinks, CodecRate, Curve, Device, Level, Topology
 
@@ -28,6 +29,9 @@ _LEAST_WIRE = 0.02
 
 _BANDWIDTH_BOUND = 5
 """A transfer that takes so many times what the smallest one does is a matter of the rate."""
+
+_CACHED_BYTES = 2**22
+"""Up to here one rate holds for permutes inside a host."""
 
 _DUPLEX_BYTES = 2**18
 """Both ways of a link are compared from here on: below, latency hides the wire."""
@@ -82,11 +86,7 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     fitted = replace(device, version="")
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if shifts and device.platform == "cpu":
-        inside = _fit(shifts)
-        memory = _rate(inside.s_per_byte)
-        fitted = replace(fitted, step_ps=round(inside.intercept_s * PS), memory_bytes_per_s=memory)
-        terms.append(inside.term("step", inside.intercept_s, "s"))
-        terms.append(inside.term("permute inside a host", memory, "bytes/s"))
+        fitted, terms = _inside(fitted, shifts)
     passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
     if passes:
         largest = {kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items()}
@@ -110,7 +110,41 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
                     decode_bytes_per_s=ways["decode"],
                 )
             )
+    beside = {kind: s[0] for (kind, *_), s in by_kind.items() if kind in OVERLAP}
+    if len(beside) == len(OVERLAP):
+        wire, work, both = (beside[kind] for kind in OVERLAP)
+        shorter_s = min(wire.median_s, work.median_s)
+        hidden = (wire.median_s + work.median_s - both.median_s) / shorter_s
+        percent = min(max(round(100 * hidden), 0), 100)
+        fitted = replace(fitted, overlap_percent=percent)
+        off = (wire.spread_s + work.spread_s + both.spread_s) / shorter_s
+        terms.append(_term("work beside a transfer: overlap", percent, "%", (off,)))
     return replace(fitted, codec_rates=tuple(rates)), terms
+
+
+def _inside(device: Device, shifts: Sequence[Sample]) -> tuple[Device, list[Term]]:
+    """Returns the device with the start of an operation, and what permutes inside a host take."""
+    inside = _fit([s for s in shifts if s.num_bytes <= _CACHED_BYTES])
+    smallest = min(s.num_bytes for s in shifts)
+    step_s = median(s.median_s for s in shifts if s.num_bytes <= 8 * smallest)
+    memory = _rate(inside.s_per_byte)
+    sizes = sorted({s.num_bytes for s in shifts if s.num_bytes > 8 * smallest})
+    times = [max(s.median_s for s in shifts if s.num_bytes == size) - step_s for size in sizes]
+    steady = rising([0.0, *(max(time, 0.0) for time in times)], [1] * (len(times) + 1))
+    points = tuple(zip((0, *sizes), (round(PS * time) for time in steady), strict=True))
+    terms = [
+        inside.term("step", step_s, "s"),
+        inside.term("permute inside a host", memory, "bytes/s"),
+    ]
+    return (
+        replace(
+            device,
+            step_ps=round(step_s * PS),
+            memory_bytes_per_s=memory,
+            permute_points=points if len(points) > 1 else (),
+        ),
+        terms,
+    )
 
 
 def _links(
@@ -132,11 +166,8 @@ def _links(
         }
         if not samples.get("one_way"):
             continue
-        one_way = _fit_link(samples["one_way"])
-        passes = 1 if device.platform == "cpu" else 2
-        work = passes / device.memory_bytes_per_s
-        wire = max(one_way.s_per_byte - work, _LEAST_WIRE * one_way.s_per_byte)
-        rate = _rate(wire / of["one_way"].messages)
+        one_way = _fit_link([_on_wire(device, sample) for sample in samples["one_way"]])
+        rate = _rate(one_way.s_per_byte / of["one_way"].messages)
         start_s = (device.step_ps + start_ps(device)) / PS
         latency_s = max(0.0, one_way.intercept_s - start_s)
         link = replace(link, bandwidth_bytes_per_s=rate, latency_ps=round(latency_s * PS))
@@ -149,23 +180,18 @@ def _links(
                 continue
             messages = of[kind].messages
             # Median over the sizes, of the wire's own time against that of a single direction.
-            ratios = [
-                (s.median_s - one_way.intercept_s - work * s.num_bytes)
-                / (messages * s.num_bytes / rate)
-                for s in far
-            ]
-            percent = min(max(round(100 * median(ratios)), 100), 10_000)
+            wires = [_on_wire(device, s).median_s - one_way.intercept_s for s in far]
+            full = [messages * s.num_bytes / rate for s in far]
+            ratio = median(wire / time for wire, time in zip(wires, full, strict=True))
+            percent = min(max(round(100 * ratio), 100), 10_000)
             if kind == "swap":
                 link = replace(link, swap_percent=percent)
             else:
                 link = replace(link, unlike_percent=percent)
-            predicted = [
-                one_way.intercept_s
-                + work * s.num_bytes
-                + messages * s.num_bytes / rate * percent / 100
-                for s in far
-            ]
-            off = tuple(abs(p / s.median_s - 1) for p, s in zip(predicted, far, strict=True))
+            off = tuple(
+                abs((time * percent / 100 - wire) / s.median_s)
+                for wire, time, s in zip(wires, full, far, strict=True)
+            )
             terms.append(_term(f"{name}: {kind}", percent, "%", off))
         links[name] = link
 
@@ -203,6 +229,14 @@ def _fit(samples: Sequence[Sample]) -> _Fit:
     intercept, slope = line(points)
     off = tuple(abs((intercept + slope * size) / time - 1) for size, time in points)
     return _Fit(intercept, slope, off)
+
+
+def _on_wire(device: Device, sample: Sample) -> Sample:
+    """Returns a permute's time without what the device itself takes."""
+    passes = 1 if device.platform == "cpu" else 2
+    own = passed_ps(device, passes * sample.num_bytes) / PS
+    left = max(sample.median_s - own, _LEAST_WIRE * sample.median_s)
+    return replace(sample, median_s=left)
 
 
 def _fit_link(samples: Sequence[Sample]) -> _Fit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from xcoll.hardware.profiles import System, encode
@@ -88,7 +88,8 @@ class Calibration:
             "took_s": self.took_s,
             "samples": [asdict(sample) for sample in self.samples],
             "terms": [asdict(term) for term in self.terms],
-            "topology": json.loads(self.topology.to_json()),
+            # `Topology.load` calls it by the file's name.
+            "topology": json.loads(replace(self.topology, name="measured").to_json()),
         }
         return encode(values)
 

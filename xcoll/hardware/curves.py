@@ -9,6 +9,9 @@ from typing import Any
 
 from xcoll.hardware.fields import many, one_of, whole, word
 
+Points = tuple[tuple[int, int], ...]
+"""Pairs of bytes and picoseconds."""
+
 MEASURABLE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 """XLA's collectives of which a topology may hold a curve."""
 
@@ -35,24 +38,15 @@ class Curve:
 
     collective: str
     axes: tuple[str, ...]
-    points: tuple[tuple[int, int], ...]
+    points: Points
 
     def __post_init__(self) -> None:
         one_of("Curve", "collective", self.collective, MEASURABLE)
         axes = many("Curve", "axes", self.axes, str)
         if not axes or len(set(axes)) < len(axes):
             raise ValueError(f"Curve(axes={axes!r}): name one mesh axis or several, each once")
-        points = tuple(map(_point, many("Curve", "points", self.points)))
-        if len(points) < 2:
-            raise ValueError(f"Curve(points={points!r}): give at least two, to draw a line through")
-        for low, high in pairwise(points):
-            if low[0] >= high[0] or low[1] > high[1]:
-                raise ValueError(
-                    f"Curve(points=...): {low} is followed by {high}; list them by rising bytes,"
-                    " with times that do not fall"
-                )
         object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "points", points)
+        object.__setattr__(self, "points", rising_points("Curve", "points", self.points))
 
     def time_ps(self, num_bytes: int) -> int:
         """Returns the time for an operand of so many bytes on each rank, in picoseconds.
@@ -60,12 +54,7 @@ class Curve:
         Between two points, and beyond the last one, on the straight line through two neighbours;
         below the first one its time. In integers, rounded up.
         """
-        if num_bytes <= self.points[0][0]:
-            return self.points[0][1]
-        right = bisect.bisect_left(self.points, num_bytes, key=lambda point: point[0])
-        right = min(right, len(self.points) - 1)
-        (low, start), (high, end) = self.points[right - 1 : right + 1]
-        return start - (start - end) * (num_bytes - low) // (high - low)
+        return between(self.points, num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +81,41 @@ class CodecRate:
             object.__setattr__(self, name, whole("CodecRate", name, getattr(self, name), 1))
 
 
-def _point(value: Any) -> tuple[int, int]:
-    pair = many("Curve", "points", value)
-    if len(pair) != 2:
-        raise ValueError(f"Curve(points=...): {pair!r} is no pair (operand_bytes, time_ps)")
-    return whole("Curve", "points", pair[0], 0), whole("Curve", "points", pair[1], 0)
+def between(points: Points, num_bytes: int) -> int:
+    """Returns the time of so many bytes on a curve, rounded up.
+
+    Between two points, and beyond the last one, on the straight line through two neighbours; below
+    the first one its time.
+    """
+    if num_bytes <= points[0][0]:
+        return points[0][1]
+    right = bisect.bisect_left(points, num_bytes, key=lambda point: point[0])
+    right = min(right, len(points) - 1)
+    (low, start), (high, end) = points[right - 1 : right + 1]
+    return start - (start - end) * (num_bytes - low) // (high - low)
+
+
+def rising_points(call: str, name: str, value: Any) -> Points:
+    """Returns the points of a curve, checked.
+
+    Raises:
+      TypeError: they are no tuple of pairs of whole numbers.
+      ValueError: fewer than two, or they do not rise.
+    """
+
+    def point(value: Any) -> tuple[int, int]:
+        pair = many(call, name, value)
+        if len(pair) != 2:
+            raise ValueError(f"{call}({name}=...): {pair!r} is no pair (bytes, time_ps)")
+        return whole(call, name, pair[0], 0), whole(call, name, pair[1], 0)
+
+    points = tuple(map(point, many(call, name, value)))
+    if len(points) < 2:
+        raise ValueError(f"{call}({name}={points!r}): give at least two, to draw a line through")
+    for low, high in pairwise(points):
+        if low[0] >= high[0] or low[1] > high[1]:
+            raise ValueError(
+                f"{call}({name}=...): {low} is followed by {high}; list them by rising bytes, with"
+                " times that do not fall"
+            )
+    return points

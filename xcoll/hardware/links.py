@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from xcoll.errors import unknown
-from xcoll.hardware.curves import CodecRate
+from xcoll.hardware.curves import CodecRate, Points, rising_points
 from xcoll.hardware.fields import many, one_of, whole, word
 from xcoll.hardware.tables import figure, kinds, load
 
@@ -162,6 +162,8 @@ class Device:
       version: of the table the figures come from.
       codec_rates: how fast codecs were measured to encode and decode; one that is not among them is
         priced by its passes at ``copy_bytes_per_s`` (`xcoll.local_work`).
+      permute_points: ``(bytes, time_ps)`` that the local part of a transfer was measured to take
+        beside ``step_ps``; empty where ``memory_bytes_per_s`` says it for all sizes.
       overlap_percent: of local work (copies, codecs) that hides behind a transfer between hosts
         that runs at the same time and lasts as long; 0 where nothing is known to.
 
@@ -179,6 +181,7 @@ class Device:
     num_hosts: int = 1
     version: str = ""
     codec_rates: tuple[CodecRate, ...] = ()
+    permute_points: Points = ()
     overlap_percent: int = 0
 
     def __post_init__(self) -> None:
@@ -191,6 +194,9 @@ class Device:
             "overlap_percent",
             whole("Device", "overlap_percent", self.overlap_percent, 0, 100),
         )
+        points = many("Device", "permute_points", self.permute_points)
+        points = rising_points("Device", "permute_points", points) if points else ()
+        _set(self, "permute_points", points)
         _set(self, "codec_rates", many("Device", "codec_rates", self.codec_rates, CodecRate))
         if self.kind in kinds() and self.platform != load(self.kind)["platform"]:
             raise ValueError(

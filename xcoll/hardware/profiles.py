@@ -19,6 +19,9 @@ from xcoll.records import read
 FORMAT = 1
 """Version of the files. What is measured, and what it means, is part of it."""
 
+PREFIX = "profile:"
+"""What a topology's text begins with where it names a profile."""
+
 FIX = "measure this mesh with `xcoll tune` (or xcoll.tune)"
 
 
@@ -158,6 +161,18 @@ def check(call: str, path: str | os.PathLike[str], system: System, mesh: jax.sha
         raise ValueError(
             f"{call}: {os.fspath(path)} is not of this mesh: {'; '.join(found)}; {FIX}"
         )
+
+
+def path_in(text: str) -> str | None:
+    """Returns the path of a profile where a topology's text names one, else None.
+
+    Example:
+      >>> path_in("profile:two hosts"), path_in("runs/two.json"), path_in("2*cpu:4@200Mbit")
+      ('two hosts', 'runs/two.json', None)
+    """
+    if text.startswith(PREFIX):
+        return text.removeprefix(PREFIX)
+    return text if text.endswith(".json") else None
 
 
 def default_path(system: System) -> Path:

@@ -1,0 +1,462 @@
+"""Calibration: fits by hand, the time given is kept, profiles are read, or refused with why."""
+
+import json
+import random
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import xcoll
+from xcoll.calibration.agenda import MOST_ROUNDS, Agenda
+from xcoll.calibration.families import SIZES, families
+from xcoll.calibration.fitting import fit
+from xcoll.calibration.lines import line, rising
+from xcoll.calibration.reading import read_calibration
+from xcoll.calibration.result import Sample
+from xcoll.calibration.skeletons import skeleton
+from xcoll.cli import main
+from xcoll.hardware import profiles
+from xcoll.topology import Curve, Topology
+
+P = jax.P
+HOSTS = Topology.parse("2*cpu:4@1Gbit", axes={"host": 2, "device": 4})
+MIB = 2**20
+
+
+# Fits.
+
+
+@pytest.mark.parametrize(("intercept", "slope"), [(0.5, 0.25), (0.0, 1.0), (3.0, 0.0)])
+def test_lines_through_exact_points(intercept, slope):
+    points = [(x, intercept + slope * x) for x in (1, 8, 64, 512)]
+    assert line(points) == pytest.approx((intercept, slope), abs=1e-6)
+
+
+def test_an_outlier_hardly_moves_a_line():
+    points = [(x, 1 + 0.5 * x) for x in (1, 2, 4, 8, 16, 32, 64, 128)]
+    points[3] = (8, 40.0)
+    intercept, slope = line(points)
+    assert slope == pytest.approx(0.5, rel=0.1)
+    assert intercept == pytest.approx(1, rel=0.3)
+
+
+def test_no_line_falls_or_starts_below_zero():
+    assert line([(1, 2.0), (10, 1.0)])[1] == 0
+    intercept, slope = line([(10, 1.0), (20, 4.0)])
+    assert intercept == 0 and slope > 0
+
+
+def test_rising_times_are_pooled():
+    assert rising([3.0, 1.0, 2.0, 9.0], [1, 1, 2, 1]) == [2.0, 2.0, 2.0, 9.0]
+    assert rising([1.0, 5.0, 3.0], [1, 3, 1]) == [1.0, 4.5, 4.5]
+
+
+# What is measured.
+
+
+def test_pairs_of_permutes_between_hosts():
+    by_kind = {f.kind: f for f in families(HOSTS) if f.of == "host"}
+    assert by_kind["one_way"].pairs == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert by_kind["swap"].pairs == tuple((i, (i + 4) % 8) for i in range(8))
+    # Half of each host's devices send, and no pair is another's reverse.
+    assert by_kind["unlike"].pairs == ((0, 4), (1, 5), (6, 2), (7, 3))
+    assert [by_kind[k].messages for k in ("one_way", "swap", "unlike")] == [4, 4, 2]
+    (inside,) = (f for f in families(HOSTS) if f.kind == "shift")
+    assert inside.pairs == ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4))
+
+
+def test_every_collective_over_each_axis_and_over_all():
+    over = Counter((f.kind, f.axes) for f in families(HOSTS) if f.kind.startswith("all_"))
+    axes = [("host",), ("device",), ("host", "device")]
+    kinds = ("all_reduce", "all_gather", "all_to_all")
+    assert over == Counter((kind, each) for kind in kinds for each in axes)
+    # Over three hosts the hosts' ring sends to the next one, with no swap in it.
+    three = Topology.parse("3*cpu:2@1Gbit", axes={"host": 3, "device": 2})
+    (unlike,) = (f for f in families(three) if f.kind == "unlike")
+    assert unlike.pairs == ((0, 2), (1, 3), (2, 4), (3, 5), (4, 0), (5, 1))
+    assert unlike.messages == 2
+
+
+# The time given.
+
+
+class FakeClock:
+    """Seconds that pass where an operation is run."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def play(budget_s, rate_bytes_per_s=25e6, compile_s=0.1, noise=0.3):
+    """Follows an agenda as if each operation took its bytes; returns the time, and the cases."""
+    clock = FakeClock()
+    agenda = Agenda(families(HOSTS), lambda f, n: f.takes(n, HOSTS), clock, budget_s)
+    counts = Counter()
+    rng = random.Random(0)
+    while (step := agenda.next()) is not None:
+        case, calls = step
+        assert agenda.case(*agenda.numbers(case, calls)) == step
+        wire = 0 if case.family.is_local or "host" not in case.family.axes else case.num_bytes
+        call_s = (5e-4 + wire / rate_bytes_per_s) * (1 + noise * rng.random())
+        took_s = call_s * calls + 0.003
+        if not counts[case]:
+            took_s += compile_s + call_s
+        clock.now += took_s
+        counts[case] += 1
+        agenda.record(case, call_s, calls, took_s)
+    return clock.now, counts
+
+
+@pytest.mark.parametrize("budget_s", [5, 20, 60, 300])
+def test_the_budget_is_used_and_kept(budget_s):
+    took_s, counts = play(budget_s)
+    assert took_s < 1.05 * budget_s
+    # All is measured once, and some rounds, before the time is over, or all rounds are done.
+    assert took_s > 0.7 * budget_s or set(counts.values()) == {MOST_ROUNDS + 1}
+
+
+def test_more_time_is_more_sizes_and_more_rounds():
+    (_, few), (_, many) = play(10), play(200)
+    assert len(many) > 1.5 * len(few)
+    assert np.median(list(many.values())) > np.median(list(few.values())) >= 1
+    assert max(case.num_bytes for case in many) == SIZES[-1]
+
+
+def test_with_no_time_what_is_needed_is_measured_all_the_same():
+    took_s, counts = play(1e-6)
+    kinds = Counter(case.family.kind for case in counts)
+    assert kinds == {"launch": 1, "shift": 2, "one_way": 2, "all_reduce": 2}
+    assert took_s < 2
+
+
+# From samples to a topology.
+
+
+def sample(kind, num_bytes, time_s, axes=("host",), of="", spread_s=0.0):
+    return Sample(
+        kind=kind,
+        axes=axes,
+        of=of,
+        num_bytes=num_bytes,
+        median_s=time_s,
+        spread_s=spread_s,
+        count=5,
+    )
+
+
+LAUNCH_S, STEP_S, LATENCY_S = 2e-4, 3e-4, 5e-5
+MEMORY, WIRE = 500e6, 20e6  # bytes per second: of a device's memory, of a host's link
+
+
+def written_samples():
+    """Samples as the cost model has them, four devices behind each port."""
+    out = [sample("launch", 1024, LAUNCH_S, axes=("host", "device"))]
+    for size in (1024, 8192, 65536, 524288, 4 * MIB):
+        inside = LAUNCH_S + STEP_S + size / MEMORY
+        wire = 4 * size / WIRE
+        out.append(sample("shift", size, inside, ("device",), "device"))
+        out.append(sample("one_way", size, inside + LATENCY_S + wire, of="host"))
+        out.append(sample("swap", size, inside + LATENCY_S + 1.9 * wire, of="host"))
+        out.append(sample("unlike", size, inside + LATENCY_S + 1.05 * wire / 2, of="host"))
+    both = ("host", "device")
+    for size, time_s in ((1024, 3e-3), (MIB, 13e-3), (2 * MIB, 12e-3)):
+        out.append(sample("all_reduce", size, LAUNCH_S + time_s, both, spread_s=1e-3))
+    out.append(sample("copy", 4 * MIB, LAUNCH_S + 4 * MIB / 2e9, both))
+    out.append(sample("sum", 4 * MIB, LAUNCH_S + 4 * MIB / 1e9, both))
+    out.append(sample("encode", 4 * MIB, LAUNCH_S + 4 * MIB / 4e8, both, "int8"))
+    out.append(sample("decode", 4 * MIB, LAUNCH_S + 4 * MIB / 8e8, both, "int8"))
+    out.append(sample("encode", 4 * MIB, LAUNCH_S + 4 * MIB / 1e9, both, "bfloat16"))
+    # Of 20 ms of work beside 80 ms on the wire, 15 are hidden.
+    for kind, time_s in (("wire", 0.08), ("work", 0.02), ("both", 0.085)):
+        out.append(sample(kind, 4 * MIB, LAUNCH_S + time_s))
+    return out
+
+
+def test_terms_are_found_again():
+    topology, terms = fit(HOSTS, families(HOSTS), written_samples())
+    device, link = topology.device, topology.axes[0].levels[0].link
+    assert device.memory_bytes_per_s == pytest.approx(MEMORY, rel=0.02)
+    assert device.step_ps == pytest.approx(STEP_S * 1e12, rel=0.05)
+    assert link.bandwidth_bytes_per_s == pytest.approx(WIRE, rel=0.02)
+    # What 1 KiB takes on the wire, 205 us, is more than the latency: it is found to a part of it.
+    assert link.latency_ps / 1e12 == pytest.approx(LATENCY_S, abs=2e-5)
+    assert link.swap_percent == pytest.approx(190, abs=3)
+    assert link.unlike_percent == pytest.approx(105, abs=3)
+    assert device.copy_bytes_per_s == pytest.approx(1e9, rel=1e-6), "the slower of the two"
+    assert device.overlap_percent == 75
+    (rate,) = device.codec_rates  # of bfloat16 only one way is known
+    assert (rate.codec, rate.encode_bytes_per_s) == ("int8", pytest.approx(4e8, rel=1e-6))
+    assert rate.decode_bytes_per_s == pytest.approx(8e8, rel=1e-6)
+    # Times that fall are pooled: (13 + 12) / 2.
+    points = ((1024, 3 * 10**9), (MIB, 12_500_000_000), (2 * MIB, 12_500_000_000))
+    both = ("host", "device")
+    assert topology.measured == (Curve(collective="all_reduce", axes=both, points=points),)
+    by_name = {term.name: term for term in terms}
+    assert by_name["host: bandwidth"].error < 0.02
+    # The spread of the middle one of three points: 1 ms over 12 ms.
+    assert by_name["all_reduce over host, device"].error == pytest.approx(1 / 12, rel=0.01)
+    assert set(by_name) >= {"step", "copy", "sum", "encode int8", "host: swap", "host: unlike"}
+    assert topology.axis_sizes == HOSTS.axis_sizes
+
+
+def test_permutes_inside_a_host_are_kept_size_by_size():
+    samples = written_samples()
+    samples.append(sample("shift", 32 * MIB, LAUNCH_S + STEP_S + 0.2, ("device",), "device"))
+    topology, _ = fit(HOSTS, families(HOSTS), samples)
+    points = dict(topology.device.permute_points)
+    assert points[0] == 0
+    assert points[32 * MIB] == pytest.approx(0.2e12, rel=1e-3)
+    assert points[4 * MIB] == pytest.approx(4 * MIB / MEMORY * 1e12, rel=0.01)
+
+
+def test_without_time_for_all_the_rest_is_the_tables():
+    few = [s for s in written_samples() if s.kind in ("launch", "shift", "one_way")]
+    topology, terms = fit(HOSTS, families(HOSTS), few)
+    assert topology.measured == () and topology.device.codec_rates == ()
+    assert topology.device.copy_bytes_per_s == HOSTS.device.copy_bytes_per_s
+    assert topology.device.overlap_percent == HOSTS.device.overlap_percent
+    assert topology.axes[0].levels[0].link.swap_percent == 196
+    assert Topology.from_json(topology.to_json()) == topology
+    assert {term.name for term in terms} >= {"step", "host: bandwidth", "host: latency"}
+
+
+# On devices.
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("host", "device"))
+
+
+@pytest.fixture(scope="module")
+def tuned(mesh, tmp_path_factory):
+    """What a calibration of a second found, the seconds it took, and what was told of it."""
+    told = []
+    start = time.monotonic()
+    found = xcoll.tune(
+        mesh,
+        budget_s=2,
+        out=tmp_path_factory.mktemp("profiles") / "four.json",
+        progress=lambda share, text: told.append((share, text)),
+    )
+    return found, time.monotonic() - start, told
+
+
+def test_tune_keeps_its_budget(tuned):
+    # Ignored, it would take minutes: all sizes up to 64 MiB, 15 rounds. Compiling on a loaded
+    # machine may take a while longer than was foreseen.
+    _, took_s, _ = tuned
+    assert took_s < 20
+
+
+def test_progress_is_told(tuned):
+    _, _, told = tuned
+    shares = [share for share, _ in told]
+    assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] <= 1
+    assert any("all_reduce over host, device, 1 KiB" in text for _, text in told)
+
+
+def test_a_profile_is_read_back(tuned, mesh):
+    found, _, _ = tuned
+    topology = Topology.load(found.path, mesh)
+    assert topology == found.topology
+    assert topology.name == f"profile four.json {topology.fingerprint}"
+    assert topology.axis_sizes == {"host": 2, "device": 2}
+    assert topology.curve("all_reduce", ("host", "device")) is not None
+    assert topology.device.step_ps > 0
+    again = read_calibration(found.path, mesh)
+    assert again == found
+    assert json.loads(found.to_json())["version"] == profiles.FORMAT
+    shown = str(found)
+    for name in ("term", "all_reduce over host", "error", "four.json"):
+        assert name in shown
+
+
+def test_reports_say_which_profile_planned(tuned, mesh):
+    found, _, _ = tuned
+    psum = jax.shard_map(
+        lambda x: jax.lax.psum(x, ("host", "device")),
+        mesh=mesh,
+        in_specs=P(("host", "device")),
+        out_specs=P(),
+    )
+    x = np.ones(4096, np.float32)
+    for topology in (found.topology, found.path, f"profile:{found.path}"):
+        report = xcoll.explain(psum, x, topology=topology)
+        assert f"profile four.json {found.topology.fingerprint}" in str(report)
+        curve = found.topology.curve("all_reduce", ("host", "device"))
+        assert report.sites[0].plan.native_time_ps == curve.time_ps(4096)
+    step = xcoll.optimize(psum, topology=found.path)
+    assert float(jax.jit(step)(x)[0]) == 4
+    assert "profile four.json" in str(step.reports[-1])
+
+
+def test_the_default_place_is_the_users_cache(monkeypatch, tmp_path, mesh):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    system = profiles.System.of(mesh)
+    assert profiles.default_path(system) == (
+        tmp_path / "xcoll" / "profiles" / f"{system.fingerprint}.json"
+    )
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profiles.default_path(system).parent == tmp_path / ".cache" / "xcoll" / "profiles"
+
+
+# What is refused.
+
+
+def stored(tuned, tmp_path, **changes):
+    """A profile with some of its content changed, written as tune writes it."""
+    content = json.loads(tuned[0].to_json())
+    del content["version"], content["checksum"]
+    for path, value in changes.items():
+        at = content
+        *parents, last = path.split("__")
+        for key in parents:
+            at = at[key]
+        at[last] = value
+    path = tmp_path / "changed.json"
+    profiles.write(path, profiles.encode(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text[: len(text) // 2], "corrupt: no JSON"),
+        (lambda text: "", "corrupt: no JSON"),
+        (lambda text: "[" * 100_000, "corrupt: no JSON"),
+        (lambda text: text.replace('"took_s": ', '"took_s": 1'), "its checksum does not fit"),
+        (lambda text: re.sub(r'"step_ps": \d+', '"step_ps": 1', text), "its checksum does not fit"),
+        (lambda text: "[]", "no profile"),
+        (lambda text: "{}", "no profile"),
+        (lambda text: text.replace('"version": 1', '"version": 0', 1), "version 0 of the format"),
+        (lambda text: HOSTS.to_json(), "version 2 of the format"),
+    ],
+)
+def test_a_corrupt_profile_is_refused(tuned, mesh, tmp_path, change, says):
+    path = tmp_path / "corrupt.json"
+    path.write_text(change(tuned[0].to_json()))
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        Topology.load(path, mesh)
+    assert str(path) in str(caught.value) and "xcoll tune" in str(caught.value)
+
+
+def test_what_is_no_text_or_not_there(mesh, tmp_path):
+    path = tmp_path / "bits.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="no text"):
+        Topology.load(path, mesh)
+    with pytest.raises(FileNotFoundError, match="xcoll tune"):
+        Topology.load(tmp_path / "none.json", mesh)
+    with pytest.raises(FileNotFoundError, match="no such profile"):
+        xcoll.optimize(lambda x: x, topology=f"profile:{tmp_path / 'none.json'}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"system__jax_version": "0.4.1"}, "measured with jax 0.4.1, and this is"),
+        ({"system__device_kind": "TPU v4"}, "of TPU v4 (cpu), the mesh of cpu (cpu)"),
+        ({"system__platform": "tpu"}, "of cpu (tpu), the mesh of cpu (cpu)"),
+        ({"system__axis_sizes": [4, 1]}, "axes host=4, device=1, the mesh has host=2, device=2"),
+        ({"system__axes": ["device", "host"]}, "axes device=2, host=2, the mesh has host=2"),
+        ({"system__places": [[0, 0], [0, 1], [1, 0], [1, 1]]}, "of 2 processes, the mesh has 1"),
+        ({"system__places": [[0, 1], [0, 0], [0, 2], [0, 3]]}, "in another order"),
+        ({"system": 3}, "an object is expected"),
+        ({"system__axes": 3}, "a list is expected"),
+        ({"topology": None}, "not a topology"),
+        ({"topology__version": 1}, "not a topology"),
+    ],
+)
+def test_a_foreign_or_older_profile_is_refused(tuned, mesh, tmp_path, changes, says):
+    path = stored(tuned, tmp_path, **changes)
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        Topology.load(path, mesh)
+    assert "xcoll tune" in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_profile_of_another_mesh_of_the_same_devices(tuned):
+    other = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("all",))
+    with pytest.raises(ValueError, match="the mesh has all=4"):
+        Topology.load(tuned[0].path, other)
+    with pytest.raises(TypeError, match=r"must be a jax\.sharding\.Mesh"):
+        Topology.load(tuned[0].path, {"all": 4})
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "error"),
+    [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("60s", TypeError)],
+)
+def test_bad_budgets(mesh, budget_s, error):
+    with pytest.raises(error, match="budget_s"):
+        xcoll.tune(mesh, budget_s=budget_s)
+
+
+def test_meshes_that_cannot_be_measured(mesh):
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    with pytest.raises(ValueError, match="no links"):
+        xcoll.tune(one)
+    with pytest.raises(TypeError, match="Mesh"):
+        xcoll.tune("cpu:4")
+    assert skeleton(mesh).is_known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh", "host=2,device=x"], "no name=size"),
+        (["--mesh", "device=2", "--budget", "soon"], "write it as 60s, 2min or 500ms"),
+        (["--mesh", "device=2", "--budget", "0s"], "more than nothing"),
+        (["--mesh", "device=2", "--virtual-devices", "0"], "must be from 1 to"),
+        (["--mesh", "device=1"], "no links"),
+        (["--mesh", "device=4096"], "has 4096 devices, and there are 8; see --virtual-devices"),
+        (["--mesh", "device=2", "--distributed", "here"], "ADDRESS,COUNT,INDEX"),
+        (["--mesh", "device=2", "--virtual-devices", "2", "--distributed"], "not allowed with"),
+        ([], "--mesh"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, says, capsys):
+    assert main(["tune", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert says in printed.err and "Traceback" not in printed.err
+
+
+def test_the_command_writes_a_profile_and_shows_the_fit(mesh, tmp_path, capsys):
+    path = tmp_path / "two" / "profile.json"
+    arguments = ["tune", "--mesh", "host=2,device=2", "--virtual-devices", "8", "--budget", "1s"]
+    assert main([*arguments, "--out", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("xcoll tune: host=2, device=2 of cpu", "step", "error", "worst", str(path)):
+        assert word in shown
+    assert Topology.load(path, mesh).measured
+
+
+def test_a_failed_write_leaves_what_was_there(tuned, tmp_path, monkeypatch):
+    path = tmp_path / "kept.json"
+    profiles.write(path, "before")
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", fails)
+    with pytest.raises(OSError, match="No space left"):
+        profiles.write(path, "after")
+    assert path.read_text() == "before"
+    assert [p.name for p in tmp_path.iterdir()] == ["kept.json"]
+
+
+def test_unlike_topologies_have_unlike_fingerprints(tuned):
+    topology = tuned[0].topology
+    slower = replace(topology, device=replace(topology.device, step_ps=topology.device.step_ps + 1))
+    assert slower.fingerprint != topology.fingerprint
