@@ -19,6 +19,7 @@ from xcoll.calibration.lines import line, rising
 from xcoll.calibration.reading import read_calibration
 from xcoll.calibration.result import Sample
 from xcoll.calibration.skeletons import skeleton
+from xcoll.cli import main
 from xcoll.hardware import profiles
 from xcoll.topology import Curve, Topology
 
@@ -173,6 +174,9 @@ def written_samples():
     out.append(sample("encode", 4 * MIB, LAUNCH_S + 4 * MIB / 4e8, both, "int8"))
     out.append(sample("decode", 4 * MIB, LAUNCH_S + 4 * MIB / 8e8, both, "int8"))
     out.append(sample("encode", 4 * MIB, LAUNCH_S + 4 * MIB / 1e9, both, "bfloat16"))
+    # Of 20 ms of work beside 80 ms on the wire, 15 are hidden.
+    for kind, time_s in (("wire", 0.08), ("work", 0.02), ("both", 0.085)):
+        out.append(sample(kind, 4 * MIB, LAUNCH_S + time_s))
     return out
 
 
@@ -187,6 +191,7 @@ def test_terms_are_found_again():
     assert link.swap_percent == pytest.approx(190, abs=3)
     assert link.unlike_percent == pytest.approx(105, abs=3)
     assert device.copy_bytes_per_s == pytest.approx(1e9, rel=1e-6), "the slower of the two"
+    assert device.overlap_percent == 75
     (rate,) = device.codec_rates  # of bfloat16 only one way is known
     assert (rate.codec, rate.encode_bytes_per_s) == ("int8", pytest.approx(4e8, rel=1e-6))
     assert rate.decode_bytes_per_s == pytest.approx(8e8, rel=1e-6)
@@ -217,6 +222,7 @@ def test_without_time_for_all_the_rest_is_the_tables():
     topology, terms = fit(HOSTS, families(HOSTS), few)
     assert topology.measured == () and topology.device.codec_rates == ()
     assert topology.device.copy_bytes_per_s == HOSTS.device.copy_bytes_per_s
+    assert topology.device.overlap_percent == HOSTS.device.overlap_percent
     assert topology.axes[0].levels[0].link.swap_percent == 196
     assert Topology.from_json(topology.to_json()) == topology
     assert {term.name for term in terms} >= {"step", "host: bandwidth", "host: latency"}
@@ -403,6 +409,37 @@ def test_meshes_that_cannot_be_measured(mesh):
     with pytest.raises(TypeError, match="Mesh"):
         xcoll.tune("cpu:4")
     assert skeleton(mesh).is_known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--mesh", "host=2,device=x"], "no name=size"),
+        (["--mesh", "device=2", "--budget", "soon"], "write it as 60s, 2min or 500ms"),
+        (["--mesh", "device=2", "--budget", "0s"], "more than nothing"),
+        (["--mesh", "device=2", "--virtual-devices", "0"], "must be from 1 to"),
+        (["--mesh", "device=1"], "no links"),
+        (["--mesh", "device=4096"], "has 4096 devices, and there are 8; see --virtual-devices"),
+        (["--mesh", "device=2", "--distributed", "here"], "ADDRESS,COUNT,INDEX"),
+        (["--mesh", "device=2", "--virtual-devices", "2", "--distributed"], "not allowed with"),
+        ([], "--mesh"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, says, capsys):
+    assert main(["tune", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert says in printed.err and "Traceback" not in printed.err
+
+
+def test_the_command_writes_a_profile_and_shows_the_fit(mesh, tmp_path, capsys):
+    path = tmp_path / "two" / "profile.json"
+    arguments = ["tune", "--mesh", "host=2,device=2", "--virtual-devices", "8", "--budget", "1s"]
+    assert main([*arguments, "--out", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("xcoll tune: host=2, device=2 of cpu", "step", "error", "worst", str(path)):
+        assert word in shown
+    assert Topology.load(path, mesh).measured
 
 
 def test_a_failed_write_leaves_what_was_there(tuned, tmp_path, monkeypatch):

@@ -280,9 +280,10 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
     encoded, decoded = (0, 0) if stage.codec is None else _coded_slots(stage, form)
+    passes = _shuffles(stage.choice, stage.collective) + _buffers(device, stage, form)
     return _Shape(
         digits=digits,
-        local_slots=folds + _shuffles(stage.choice, stage.collective) * form.num_slots,
+        local_slots=folds + passes * form.num_slots,
         encoded=encoded,
         decoded=decoded,
         natives=tuple(
@@ -309,6 +310,17 @@ def _coded_slots(stage: Stage, form: ClosedForm) -> tuple[int, int]:
     # In an all-reduce, what a rank sends is encoded and decoded by itself, too.
     each = (2 * permutes if stage.collective == "all_reduce" else permutes) or slots
     return each, each
+
+
+def _buffers(device: Device, stage: Stage, form: ClosedForm) -> int:
+    """Returns how often a stage fills a buffer of all slots before the first step, on CPU hosts.
+
+    XLA:CPU copies what enters, to update it in place, or clears what a gathering starts from. On
+    other platforms a step's own passes over memory cover it.
+    """
+    is_pairwise_sum = (stage.choice.name, stage.collective) == ("pairwise", "reduce_scatter")
+    permutes = any(phase.kind == "permute" for phase in form.phases)
+    return int(device.platform == "cpu" and permutes and not is_pairwise_sum)
 
 
 @functools.cache

@@ -38,9 +38,27 @@ _COMBINE: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 class Run:
-    """Runs a schedule on a buffer of slots: ``(num_slots, *slot)`` or, own, ``(share, *slot)``."""
+    """Runs a schedule on a buffer of slots: ``(num_slots, *slot)`` or, own, ``(share, *slot)``.
 
-    def __init__(self, schedule: Schedule, ranks: Ranks, op: str, wire: Wire | None = None):
+    Args:
+      schedule: what to do.
+      ranks: the ranks it connects.
+      op: how values combine.
+      wire: how slots travel, if a codec encodes them.
+      in_place: fence every update of the buffer. XLA:CPU would fuse it with the next step's read,
+        do it twice, and copy the whole buffer for that.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        ranks: Ranks,
+        op: str,
+        wire: Wire | None = None,
+        *,
+        in_place: bool = False,
+    ):
+        self.in_place = in_place
         self.schedule = schedule
         self.wire = wire
         self.ranks = ranks
@@ -108,7 +126,7 @@ class Run:
     def _loop(self, step: Repeat, buffer: jax.Array) -> jax.Array:
         def body(iteration: jax.Array, state: jax.Array) -> jax.Array:
             wire = None if self.wire is None else self.wire.numbered(iteration)
-            run = self if wire is self.wire else Run(self.schedule, self.ranks, self.op, wire)
+            run = Run(self.schedule, self.ranks, self.op, wire, in_place=self.in_place)
             for inner in step.body:
                 state = run._permute(inner.lanes, state, iteration)
             return state
@@ -161,7 +179,7 @@ class Run:
             if receives is not None:
                 new = jnp.where(receives, new, old)
             buffer = put_slots(buffer, new, lane.recv, first)
-        return buffer
+        return lax.optimization_barrier(buffer) if self.in_place else buffer
 
     def _exchange(
         self, lanes: tuple[Lane, ...], buffer: jax.Array, iteration: int | jax.Array

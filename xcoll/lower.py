@@ -29,6 +29,7 @@ def run_stage(
     *,
     block: int = 1,
     wire: Wire | None = None,
+    in_place: bool = False,
 ) -> jax.Array:
     """Carries out one stage on a rank's payload.
 
@@ -42,6 +43,7 @@ def run_stage(
       root: position of the root in the span, for rooted collectives.
       block: slots are whole blocks of so many elements.
       wire: how slots travel, if a codec encodes them; ``x`` is then float32.
+      in_place: as for `xcoll.execute.Run`.
 
     Returns:
       ``(N,)``; ``(m,)`` after reduce_scatter and scatter; ``(n, m)`` after the others.
@@ -60,9 +62,10 @@ def run_stage(
 
     def carry(slots: jax.Array) -> jax.Array:
         if wire is None or stage.collective not in MOVES:
-            return Run(schedule, ranks, op, wire)(slots)
+            return Run(schedule, ranks, op, wire, in_place=in_place)(slots)
         # What only moves is encoded once, by its owner.
-        return wire.decode(Run(schedule, ranks, op)(wire.encode(slots)), slots.shape[1])
+        moved = Run(schedule, ranks, op, in_place=in_place)(wire.encode(slots))
+        return wire.decode(moved, slots.shape[1])
 
     def cut(rows: jax.Array, slots_per_row: int) -> jax.Array:
         elements = slot_elements(rows.shape[1], slots_per_row, block)

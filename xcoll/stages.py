@@ -197,8 +197,17 @@ class _Stages:
             slot = slot_elements(x.size, 1, self._block)
             out = permute(x, self.request, Ranks(stage.span, self._sizes), wire, slot)
         else:
-            request, block = self.request, self._block
-            out = run_stage(x, stage, self._sizes, request.op, request.root, block=block, wire=wire)
+            request = self.request
+            out = run_stage(
+                x,
+                stage,
+                self._sizes,
+                request.op,
+                request.root,
+                block=self._block,
+                wire=wire,
+                in_place=request.platform == "cpu",
+            )
         after = self.stages[number + 1 : number + 2]
         stays_wide = wire is not None and after and after[0].codec == stage.codec
         return out if stays_wide else out.astype(self._dtype)

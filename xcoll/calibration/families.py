@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +28,9 @@ LOCAL_SIZES = (256 * KIB, 4 * MIB)
 CODECS = ("int8", "int4", "bfloat16")
 """Codecs that are measured, by name."""
 
+OVERLAP = ("wire", "work", "both")
+"""A transfer, work beside it, and both in one program."""
+
 _MOST_RESULT_BYTES = 128 * MIB
 _MOST_LINK_BYTES = 4 * MIB  # beyond, a link's rate decides alone
 
@@ -42,7 +45,8 @@ class Family:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
         positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
         are not each other's reverse, ``"shift"`` to the next position; of local work, ``"launch"``
-        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``.
+        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a
+        permute one way, ``"work"``, several encodings, and ``"both"`` at once.
       axes: mesh axes it goes over; of local work, all of them.
       of: the physical dimension of a permute, or the codec.
       pairs: of a permute, by rank over all axes of the mesh.
@@ -59,8 +63,8 @@ class Family:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing is sent."""
-        return self.kind in ("launch", "copy", "sum", "encode", "decode")
+        """Whether it is about what a device does by itself, or beside a transfer."""
+        return self.kind in ("launch", "copy", "sum", "encode", "decode", *OVERLAP)
 
     def __str__(self) -> str:
         if self.is_local:
@@ -71,6 +75,8 @@ class Family:
         """Whether a size is measured: it makes shares of whole elements, and fits memory."""
         if self.kind == "launch":
             return num_bytes == KIB
+        if self.kind in OVERLAP:
+            return num_bytes == LOCAL_SIZES[-1]
         if self.is_local:
             return num_bytes in LOCAL_SIZES
         if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:
@@ -94,6 +100,9 @@ def families(topology: Topology) -> tuple[Family, ...]:
         found += [Family(kind=kind, axes=axes) for axes in over]
     for kind in ("encode", "decode"):
         found += [Family(kind=kind, axes=names, of=codec) for codec in CODECS]
+    one_way = next((f for f in found if f.kind == "one_way"), None)
+    if one_way is not None:
+        found += [replace(one_way, kind=kind, of="", is_needed=False) for kind in OVERLAP]
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from xcoll.calibration.families import CODECS, Family
+from xcoll.calibration.families import CODECS, OVERLAP, Family
 from xcoll.calibration.lines import line, rising
 from xcoll.calibration.result import Sample, Term
 from xcoll.codecs.table import named
@@ -110,6 +110,15 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
                     decode_bytes_per_s=ways["decode"],
                 )
             )
+    beside = {kind: s[0] for (kind, *_), s in by_kind.items() if kind in OVERLAP}
+    if len(beside) == len(OVERLAP):
+        wire, work, both = (beside[kind] for kind in OVERLAP)
+        shorter_s = min(wire.median_s, work.median_s)
+        hidden = (wire.median_s + work.median_s - both.median_s) / shorter_s
+        percent = min(max(round(100 * hidden), 0), 100)
+        fitted = replace(fitted, overlap_percent=percent)
+        off = (wire.spread_s + work.spread_s + both.spread_s) / shorter_s
+        terms.append(_term("work beside a transfer: overlap", percent, "%", (off,)))
     return replace(fitted, codec_rates=tuple(rates)), terms
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax import lax
 
-from xcoll.calibration.families import Family
+from xcoll.calibration.families import OVERLAP, Family
 from xcoll.codecs.table import named
 
 
@@ -64,6 +64,8 @@ def _body(
 ) -> Callable[[jax.Array], Any]:
     """Returns what one device does to its own payload."""
     kind, axes = family.kind, family.axes
+    if kind in OVERLAP:
+        return _overlap(family, names)
     if family.pairs:
         return lambda x: lax.ppermute(x, names, family.pairs)
     if kind == "all_reduce":
@@ -87,3 +89,21 @@ def _body(
     return lambda wire: codec.decode(
         wire.reshape(1, -1), elements, dtype="float32", platform=platform
     ).reshape(-1)
+
+
+_WIRE_PART = 8
+_NUM_ENCODINGS = 4
+
+
+def _overlap(family: Family, names: tuple[str, ...]) -> Callable[[jax.Array], Any]:
+    """Returns a permute of a part of the payload, encodings of all of it, or both."""
+    encode = _body(Family(kind="encode", axes=(), of="int8"), 1, 1)
+
+    def wire(x: jax.Array) -> Any:
+        return lax.ppermute(x[: x.size // _WIRE_PART], names, family.pairs)
+
+    def work(x: jax.Array) -> Any:
+        return [encode(x * (1 + number)) for number in range(_NUM_ENCODINGS)]
+
+    found: Any = {"wire": wire, "work": work, "both": lambda x: (wire(x), work(x))}[family.kind]
+    return cast(Callable[[jax.Array], Any], found)

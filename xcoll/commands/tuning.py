@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from xcoll.calibration import tune
 from xcoll.commands.hardware import MOST_CPUS
 from xcoll.commands.usage import UsageError, read_axes, say, show
+from xcoll.errors import PlanMismatchError
 from xcoll.units import read_time
 
 _DESCRIPTION = """\
@@ -71,7 +73,11 @@ def _run(arguments: argparse.Namespace) -> int:
         def progress(share: float, text: str) -> None:
             bar.update(task, completed=share, description=text)
 
-        tuned = tune(mesh, budget_s=budget_s, out=arguments.out, progress=progress)
+        try:
+            tuned = tune(mesh, budget_s=budget_s, out=arguments.out, progress=progress)
+        except PlanMismatchError as err:
+            first, _, rest = str(err).partition("\n")
+            raise UsageError(first, rest) from err
     if is_first and arguments.json:
         say(tuned.to_json().rstrip())
     elif is_first:
@@ -80,14 +86,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _budget(text: str) -> float:
-    written = text if not text.isdecimal() else f"{text}s"
-    if text.endswith("min"):
-        written = text.removesuffix("min") + "s"
-        return 60 * read_time("--budget", written) / 10**12
-    seconds = read_time("--budget", written) / 10**12
-    if not seconds:
+    number = text.removesuffix("min")
+    minutes = number != text
+    try:
+        picoseconds = read_time("--budget", f"{number}s" if minutes else text)
+    except ValueError:
+        raise UsageError(f"--budget {text}: no time; write it as 60s, 2min or 500ms") from None
+    if not picoseconds:
         raise UsageError(f"--budget {text}: must be more than nothing")
-    return seconds
+    return (60 if minutes else 1) * picoseconds / 10**12
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -97,7 +104,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
         if not 1 <= count <= MOST_CPUS:
             raise UsageError(f"--virtual-devices {count}: must be from 1 to {MOST_CPUS}")
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        # Where devices are there already, their number stays; it is checked with the mesh.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", count)
     if arguments.distributed is not None:
         # Of CPU processes; others do not look at it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
