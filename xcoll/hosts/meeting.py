@@ -130,7 +130,8 @@ class Meeting:
             line = key.data or key.fileobj  # type: ignore[assignment]
             messages = line.receive()
             if messages and line in self._unknown:
-                if member := read_member(messages[0], self._unknown.pop(line)):
+                member = read_member(messages[0], self._unknown.pop(line))
+                if member is not None:
                     self.here[line] = member
             if line.closed or line.foreign:
                 self._forget(line)
