@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "files", "units", "printing", "_compat"),
-    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware"),
+    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware", "hosts"),
     ("schedule", "proof", "plan", "ranks"),
     (
         "algorithms",
@@ -56,6 +56,7 @@ LAYERS = (
         "aot",
         "mesh_report",
         "mesh_analysis",
+        "waits",
         "agreement",
     ),
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),

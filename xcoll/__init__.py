@@ -25,8 +25,10 @@ from xcoll.collectives import ppermute as ppermute
 from xcoll.collectives import psum as psum
 from xcoll.collectives import psum_scatter as psum_scatter
 from xcoll.device_order import make_mesh as make_mesh
+from xcoll.errors import HostLostError as HostLostError
 from xcoll.errors import PlanMismatchError as PlanMismatchError
 from xcoll.errors import ScheduleError as ScheduleError
+from xcoll.errors import StartError as StartError
 from xcoll.errors import UnknownAxisError as UnknownAxisError
 from xcoll.errors import UnsupportedError as UnsupportedError
 from xcoll.errors import XcollWarning as XcollWarning
@@ -35,6 +37,8 @@ from xcoll.hlo.budget_checks import assert_budget as assert_budget
 from xcoll.hlo.planned import PlanCheck as PlanCheck
 from xcoll.hlo.planned import check_plan as check_plan
 from xcoll.hlo.result import Audit as Audit
+from xcoll.hosts import Hosts as Hosts
+from xcoll.hosts import initialize as initialize
 from xcoll.measure import Measured as Measured
 from xcoll.measure import measure_error as measure_error
 from xcoll.mesh_analysis import explain_mesh as explain_mesh

@@ -46,6 +46,90 @@ def key_value_client() -> Any | None:
     return distributed.global_state.client
 
 
+def key_value_wait(client: Any, place: str, timeout_s: float) -> str | None:
+    """Returns the text at a place of the key-value store, or None if it is not there in time."""
+    try:
+        return str(client.blocking_key_value_get(place, int(1000 * timeout_s)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def key_value_look(client: Any, place: str) -> str | None:
+    """Returns the text at a place of the key-value store, or None if there is none now."""
+    try:
+        return str(client.key_value_try_get(place))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def distributed_parameters(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: Any,
+    cluster_detection_method: str | None,
+    initialization_timeout: int,
+) -> tuple[str | None, int | None, int | None, Any]:
+    """Returns what `jax.distributed.initialize` would take for the arguments that are None.
+
+    It looks at the environment and asks cluster managers; no public function says what it found.
+    """
+    from jax._src import clusters
+
+    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if isinstance(local_device_ids, int):
+        local_device_ids = [local_device_ids]
+    if local_device_ids is None and (ids := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
+        local_device_ids = [int(number) for number in ids.split(",")]
+    found = (address, num_processes, process_id, local_device_ids)
+    if cluster_detection_method == "deactivate" or None not in found:
+        return found
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        *found, cluster_detection_method, initialization_timeout
+    )
+
+
+def set_coordinator_address(address: str) -> None:
+    """Says where the coordinator is, once jax is connected to a relay of it."""
+    from jax._src import distributed
+
+    distributed.global_state.coordinator_address = address
+
+
+_abandoned: list[Any] = []
+
+
+def abandon_distributed() -> None:
+    """Lets go of jax's client and service without a word to the other processes.
+
+    `jax.distributed.shutdown` waits for all of them, and ends this process if one does not come; so
+    do the destructors, which is why what is let go of is kept until the process ends.
+    """
+    import ctypes
+
+    from jax._src import distributed
+
+    state = distributed.global_state
+    for held in (state.preemption_sync_manager, state.client, state.service):
+        if held is not None:
+            _abandoned.append(held)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+    state.preemption_sync_manager = state.client = state.service = None
+
+
+def gloo_addresses(client: Any) -> bytes:
+    """Returns what Gloo's contexts say of where they are reached, one after the other.
+
+    The key-value store has them, in Gloo's own format; socket addresses stand in it as the kernel
+    writes them.
+    """
+    return b"".join(value for _, value in client.key_value_dir_get_bytes("cpu:gloo/"))
+
+
 def check_vma(enabled: bool) -> contextlib.AbstractContextManager[None]:
     """Switches the check of varying manual axes on or off while tracing.
 

@@ -13,15 +13,20 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from xcoll import _compat
 from xcoll.errors import PlanMismatchError, XcollWarning
+from xcoll.hosts.members import named
+from xcoll.hosts.run import check_hosts, unless_lost
+from xcoll.waits import Waits
 
 _PREFIX = "xcoll/agreement"
 _SUMMARY_LENGTH = 4000
+_LOOK_S = 0.25
 
 _lock = threading.Lock()
 _rounds: Counter[str] = Counter()
@@ -70,7 +75,9 @@ def agree(
       timeout_s: seconds to wait, for all other processes together.
 
     Raises:
-      PlanMismatchError: the fingerprints differ; on every process, naming them all.
+      PlanMismatchError: the fingerprints differ, or another process waits for this one at another
+        program; on every process, naming them all.
+      HostLostError: a process is lost (`xcoll.initialize`).
       TimeoutError: a process has not come here in time; the message says which.
 
     Warns:
@@ -94,39 +101,81 @@ def agree(
         _rounds[key] += 1
         number = _rounds[key]
 
-    def place(process_id: int, of_round: int) -> str:
-        return f"{_PREFIX}/{key}/{of_round}/{process_id}"
-
-    said = {here: (fingerprint, summary[:_SUMMARY_LENGTH])}
-    client.key_value_set(place(here, number), json.dumps(said[here]), allow_overwrite=True)
-    deadline = time.monotonic() + timeout_s
-    for other in others:
-        text = _wait(client, place(other, number), deadline)
-        if text is not None:
-            said[other] = tuple(json.loads(text))
-    if missing := [other for other in others if other not in said]:
-        raise TimeoutError(
-            f"agree({key!r}): process {here} waited {timeout_s:g} s, and {_named(missing)} did not"
-            f" answer. Either {'it has' if len(missing) == 1 else 'they have'} stopped or not got"
-            " to this program yet (give more time), or not all processes run the same program"
-        )
-    if number > 1:
-        # All have come to this round, so that all are done with the last one.
-        client.key_value_delete(place(here, number - 1))
-    if len({print_ for print_, _ in said.values()}) > 1:
-        raise PlanMismatchError(_mismatch(key, here, said))
+    exchange = Exchange(
+        client=client,
+        key=key,
+        number=number,
+        here=here,
+        others=others,
+        fingerprint=fingerprint,
+        summary=summary[:_SUMMARY_LENGTH],
+        timeout_s=timeout_s,
+    )
+    unless_lost(exchange.run)
 
 
-def _wait(client: Any, place: str, deadline: float) -> str | None:
-    """Returns the text at ``place``, or None if it is not there by the deadline."""
-    # At least a moment, to find what is there although an earlier wait has used up the time.
-    left_ms = max(int(1000 * (deadline - time.monotonic())), 10)
-    try:
-        return str(client.blocking_key_value_get(place, left_ms))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
-        raise
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """What this process says in one round of a key, and what it hears.
+
+    Attributes:
+      client: the key-value store.
+      key: of the program.
+      number: the round.
+      here: this process.
+      others: those that it is compared with.
+      fingerprint: of its plans.
+      summary: of its plans, for a reader.
+      timeout_s: how long it waits.
+    """
+
+    client: Any
+    key: str
+    number: int
+    here: int
+    others: Sequence[int]
+    fingerprint: str
+    summary: str
+    timeout_s: float
+
+    def run(self) -> None:
+        """Returns once all have said the same; raises as `agree` does."""
+        said = {self.here: (self.fingerprint, self.summary)}
+        text = json.dumps(said[self.here])
+        self.client.key_value_set(self._place(self.here, self.number), text, allow_overwrite=True)
+        waits = Waits(self.client, self.here, self.key, self.summary, self.others)
+        deadline = time.monotonic() + self.timeout_s
+        for other in self.others:
+            if (heard := self._hear(other, deadline, waits)) is not None:
+                said[other] = tuple(json.loads(heard))
+        if missing := [other for other in self.others if other not in said]:
+            raise TimeoutError(
+                f"agree({self.key!r}): process {self.here} waited {self.timeout_s:g} s, and"
+                f" {named(missing)} did not answer. Either"
+                f" {'it has' if len(missing) == 1 else 'they have'} stopped or not got to this"
+                " program yet (give more time), or not all processes run the same program"
+            )
+        waits.over()
+        if self.number > 1:
+            # All have come to this round, so that all are done with the last one.
+            self.client.key_value_delete(self._place(self.here, self.number - 1))
+        if len({print_ for print_, _ in said.values()}) > 1:
+            raise PlanMismatchError(_mismatch(self.key, self.here, said))
+
+    def _hear(self, other: int, deadline: float, waits: Waits) -> str | None:
+        """Returns what another process says, or None if that has not come by the deadline."""
+        while True:
+            # At least a moment, to find what is there although an earlier wait used up the time.
+            left_s = max(deadline - time.monotonic(), 0.01)
+            place = self._place(other, self.number)
+            text = _compat.key_value_wait(self.client, place, min(left_s, _LOOK_S))
+            if text is not None or time.monotonic() >= deadline:
+                return text
+            waits.check(other)
+            check_hosts()
+
+    def _place(self, process_id: int, number: int) -> str:
+        return f"{_PREFIX}/{self.key}/{number}/{process_id}"
 
 
 def _mismatch(key: str, here: int, said: dict[int, tuple[str, str]]) -> str:
@@ -134,16 +183,10 @@ def _mismatch(key: str, here: int, said: dict[int, tuple[str, str]]) -> str:
     for process_id in sorted(said):
         by_print.setdefault(said[process_id][0], []).append(process_id)
     parts = [
-        f"{_named(ids)}: fingerprint {print_}\n{said[ids[0]][1]}"
-        for print_, ids in by_print.items()
+        f"{named(ids)}: fingerprint {print_}\n{said[ids[0]][1]}" for print_, ids in by_print.items()
     ]
     return (
         f"agree({key!r}): the processes of this program plan it differently (this is process"
         f" {here}); run, they would deadlock or add up the wrong numbers. Give all of them the"
         " same policy, topology and versions of xcoll and jax.\n" + "\n".join(parts)
     )
-
-
-def _named(process_ids: Sequence[int]) -> str:
-    plural = "es" if len(process_ids) > 1 else ""
-    return f"process{plural} {', '.join(map(str, process_ids))}"

@@ -22,6 +22,26 @@ class PlanMismatchError(RuntimeError):
     """Processes of one program planned differently, so that running would deadlock."""
 
 
+class StartError(RuntimeError):
+    """The processes of a run did not come together, so that jax was not started."""
+
+
+class HostLostError(RuntimeError):
+    """Other processes of the run are lost, so that this one can't go on.
+
+    Attributes:
+      process_ids: the lost ones, in increasing order.
+      hosts: the names of their machines.
+    """
+
+    def __init__(
+        self, message: str, process_ids: tuple[int, ...] = (), hosts: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.process_ids = process_ids
+        self.hosts = hosts
+
+
 class XcollWarning(UserWarning):
     """Something works, but not as its author is likely to want."""
 

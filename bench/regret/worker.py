@@ -29,9 +29,6 @@ def main() -> int:
     args = _arguments()
     # Gloo says there whom it is connected to; what is for the reader goes to stderr.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    # Clusters of one mesh run the same programs.
-    jax.config.update("jax_compilation_cache_dir", str(args.results.parent / "programs"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.distributed.initialize()
     meeting = Meeting("regret")
     facts = machine(meeting)
