@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+import xcoll
+
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Reads mesh axes from text such as ``host=2,device=4``.
@@ -54,14 +56,15 @@ def use_virtual_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def initialize_processes(process: tuple[str, int, int] | tuple[()]) -> None:
+def initialize_processes(process: tuple[str, int, int] | tuple[()]) -> xcoll.Hosts:
     """Joins the other processes: those of the cluster's manager, or as `parse_process` says.
 
     Raises:
+      StartError: they don't come together.
       ValueError: there is no manager that says which process this is.
     """
     try:
-        jax.distributed.initialize(*process)
+        return xcoll.initialize(*process)
     except ValueError as err:
         raise ValueError(
             f"no TPU pod and no cluster manager found ({err}); say which process this is:"

@@ -28,6 +28,7 @@ Several processes: plain, exact, int8 and int4 with error feedback in turn, agai
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 import tempfile
@@ -126,13 +127,14 @@ def make_probe(job: Job) -> Callable[..., Any]:
     )
 
 
-def set_up(args: argparse.Namespace) -> Mesh:
-    """Returns the mesh, with everything checked that can stop the example before it trains."""
+def set_up(args: argparse.Namespace) -> tuple[Mesh, contextlib.AbstractContextManager[object]]:
+    """Returns the mesh and the processes; all is checked that can stop it before it trains."""
+    hosts: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     try:
         if args.virtual_devices:
             use_virtual_devices(args.virtual_devices)
         if args.distributed is not None:
-            initialize_processes(args.distributed)
+            hosts = initialize_processes(args.distributed)
         mesh = make_mesh(args.mesh)
         args.hardware = read_topology(args.topology, mesh)
         if args.compression:
@@ -146,13 +148,19 @@ def set_up(args: argparse.Namespace) -> Mesh:
         fail(f"--out {args.out}: {err.strerror}")
     except (ValueError, RuntimeError) as err:
         fail(err)
-    return mesh
+    return mesh, hosts
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains in each way and compares; returns 1 where they do not agree."""
     args = arguments(argv, (__doc__ or "").splitlines()[0])
-    mesh = set_up(args)
+    mesh, hosts = set_up(args)
+    with hosts:  # names a process that is lost in all others
+        return train(args, mesh)
+
+
+def train(args: argparse.Namespace, mesh: Mesh) -> int:
+    """Trains on a mesh; returns 1 where the ways do not agree."""
     corpus = lm_data.stdlib_corpus()
     if args.seq_len + 1 >= len(corpus.held_out):
         fail(f"--seq-len {args.seq_len}: the held-out text has {len(corpus.held_out)} bytes")

@@ -23,6 +23,7 @@ LAYERS = (
         "emitted",
         "pieces",
         "accounting",
+        "regrouping",
         "routes",
         "simulate",
     ),

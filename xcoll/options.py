@@ -22,6 +22,7 @@ from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Policy
 from xcoll.precision import max_error
+from xcoll.regrouping import moved_elements
 from xcoll.roundoff import error_bound
 from xcoll.sharing import shared
 from xcoll.topology import Topology
@@ -82,6 +83,8 @@ class Options:
         time = self._pricer(request).plan_ps(request.collective, stages, elements)
         if len(request.shapes) > 1 or block_of(stages) > 1:
             time += packing_ps(device, self.request.num_bytes)
+        moved = moved_elements(request, stages, elements)
+        time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ from xcoll.encoded import permute, two_shot
 from xcoll.lower import cut_rows, run_stage
 from xcoll.names import PLAN_SCOPE
 from xcoll.nesting import Nest
-from xcoll.plan import Plan, Request, Span
+from xcoll.plan import Plan, Request
 from xcoll.ranks import Ranks
 from xcoll.recording import Record
+from xcoll.regrouping import rank_stride
 from xcoll.schedule import slot_elements
 from xcoll.wire import Wire, as_wide
 
@@ -274,7 +274,7 @@ class _Stages:
         it.
         """
         request, stages = self.request, self.stages
-        strides = [_rank_stride(request, stage.span) for stage in stages]
+        strides = [rank_stride(request, stage.span) for stage in stages]
         digits = dict(sorted(zip(strides, stages, strict=True), reverse=True))
         elements = rows.shape[1]
         present = [] if request.collective == "all_gather" else list(digits)
@@ -296,9 +296,3 @@ class _Stages:
             else:
                 x = jnp.moveaxis(x.reshape(shape), 0, position)
         return x.reshape(-1, elements)
-
-
-def _rank_stride(request: Request, span: Span) -> int:
-    """Returns how far apart neighbours of a span are in the numbering of all ranks."""
-    last = max(request.axes.index(axis) for axis in span.axes)
-    return span.stride * math.prod(request.axis_sizes[last + 1 :])

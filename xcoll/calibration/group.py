@@ -39,6 +39,7 @@ class Group:
             _runs[process_ids] += 1
             self._name = f"xcoll/calibration/{process_ids}/{_runs[process_ids]}"
         self._calls = 0
+        self._said: list[str] = []
 
     @property
     def is_first(self) -> bool:
@@ -58,6 +59,10 @@ class Group:
         self._in_time(
             lambda client: client.wait_at_barrier(place, self._timeout_ms, list(self.process_ids))
         )
+        # All have read what was said before.
+        for said in self._said:
+            self._client.key_value_delete(said)
+        self._said.clear()
 
     def first_says(self, text: str) -> str:
         """Returns the text of the first process, on all of them.
@@ -71,6 +76,7 @@ class Group:
         place = f"{self._name}/{self._calls}"
         if self.is_first:
             self._client.key_value_set(place, text)
+            self._said.append(place)
             return text
         return str(
             self._in_time(lambda client: client.blocking_key_value_get(place, self._timeout_ms))

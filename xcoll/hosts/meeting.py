@@ -67,7 +67,7 @@ class Meeting:
         self.me = me
         self.listener = listener
         self.here: dict[Line, Member] = {}
-        self._unknown: list[Line] = []
+        self._unknown: dict[Line, str] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -122,17 +122,16 @@ class Meeting:
     def _listen(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self.listener:
-                connection, _ = self.listener.accept()
+                connection, (address, *_) = self.listener.accept()
                 line = Line(connection)
-                self._unknown.append(line)
+                self._unknown[line] = address.removeprefix("::ffff:")
                 self._selector.register(line, selectors.EVENT_READ)
                 continue
             line = key.data or key.fileobj  # type: ignore[assignment]
             messages = line.receive()
             if messages and line in self._unknown:
-                self._unknown.remove(line)
-                address = line.socket.getpeername()[0].removeprefix("::ffff:")
-                if member := read_member(messages[0], address):
+                member = read_member(messages[0], self._unknown.pop(line))
+                if member is not None:
                     self.here[line] = member
             if line.closed or line.foreign:
                 self._forget(line)
@@ -142,8 +141,7 @@ class Meeting:
     def _forget(self, line: Line) -> None:
         self._selector.unregister(line)
         self.here.pop(line, None)
-        if line in self._unknown:
-            self._unknown.remove(line)
+        self._unknown.pop(line, None)
         line.close()
 
     def _absent(self) -> list[int]:
