@@ -298,6 +298,22 @@ def test_what_cannot_be_asked_for_is_said(words, message, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_what_cannot_be_read_is_said_and_fresh_forgets_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(requirements, "lacking", lambda: None)
+    monkeypatch.setattr(command_line, "_measure", lambda *_: 7)
+    for name in ("results.json", "profile-2x4-200mbit.json", "other.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["--out", str(tmp_path)])
+    assert "start anew with --fresh" in capsys.readouterr().err
+    assert command_line.main(["--out", str(tmp_path), "--fresh"]) == 7
+    assert "nothing was measured" in capsys.readouterr().out
+    monkeypatch.setattr(requirements, "lacking", lambda: "no root")
+    assert command_line.main(["--out", str(tmp_path)]) == command_line.CANT
+    assert "no root" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["other.json"]
+
+
 def test_quick_is_a_part_of_the_grid():
     quick, every = options.parser().parse_args(["--quick"]), options.parser().parse_args([])
     assert isinstance(quick, argparse.Namespace) and quick.budget <= 120 < every.budget

@@ -46,13 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for setting in settings:
         if any(size // 4 % setting.ranks for size in args.sizes):
             words.error(f"--size: {setting.ranks} devices have to get as many elements each")
+    args.out = args.out or args.default_out
     file = args.out / "results.json"
-    code = 0
-    if not args.report:
-        if reason := requirements.lacking():
-            print(f"bench.regret: {reason}", file=sys.stderr)
-            return CANT
-        code = _measure(args, settings, file)
+    if not args.report and (reason := requirements.lacking()):
+        print(f"bench.regret: {reason}", file=sys.stderr)
+        return CANT
+    if args.fresh and not args.report:
+        for old in (file, *args.out.glob("profile-*.json")):
+            old.unlink(missing_ok=True)
+    try:
+        results.read(file)
+    except (ValueError, OSError) as err:
+        words.error(f"{err}; start anew with --fresh")
+    code = 0 if args.report else _measure(args, settings, file)
     wanted = [case for setting in settings for case in cases(setting, args.collectives, args.sizes)]
     kept = [result for result in results.read(file) if result.case in wanted]
     done = {result.case for result in kept}

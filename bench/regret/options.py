@@ -17,6 +17,8 @@ _QUICK = {
     "sizes": [4096, 1 << 20, 4 << 20],
     "budget": 105.0,
     "tune_budget": 12.0,
+    "fresh": True,
+    "default_out": Path("runs/regret-quick"),
 }
 """Two minutes of it: what `make bench` runs."""
 
@@ -47,8 +49,10 @@ def parser() -> argparse.ArgumentParser:
         help="plan from this; by default one is measured for each cluster")  # fmt: skip
     add("--tune-budget", type=_read(parse_duration), default=60.0, metavar="TIME",
         help="for measuring each profile (60s)")  # fmt: skip
-    add("--out", type=Path, default=Path("runs/regret"), metavar="DIR",
-        help="results, profiles and the picture (runs/regret)")  # fmt: skip
+    add("--out", type=Path, metavar="DIR",
+        help="results, profiles and the picture (runs/regret, runs/regret-quick)")  # fmt: skip
+    add("--fresh", action="store_true", help="forget what is there, profiles too")
+    words.set_defaults(default_out=Path("runs/regret"))
     add("--report", action="store_true", help="measure nothing, report what is there")
     add("--quick", action=_Quick, nargs=0, help="a part of the grid in about two minutes")
     add("--json", action="store_true", help="the figures as JSON")
