@@ -259,7 +259,8 @@ def test_results_are_kept(tmp_path):
 
 
 def test_the_report_says_what_it_is_made_of_and_what_is_missing():
-    missing = [dataclasses.replace(CASE, num_bytes=64 << 20), dataclasses.replace(CASE)]
+    missing = [dataclasses.replace(CASE, num_bytes=64 << 20), CASE]
+    missing.append(dataclasses.replace(CASE, setting=dataclasses.replace(SETTING, hosts=4)))
     kept = [measured(too_slow=("x", "y"), barred=("z",))]
     text = as_text(tables.report(kept, missing, ["a note"]), least_width=140)
     for line in (
@@ -269,6 +270,7 @@ def test_the_report_says_what_it_is_made_of_and_what_is_missing():
         "not timed: 2 plans predicted over 4 times slower than the best",
         "not timed: 1 plans that the planner may not choose",
         "no time left for 2 cases, 2x4 at 200mbit: all_reduce of 4 MiB, 64 MiB",
+        "no time left for any of the 1 cases, 4x4 at 200mbit",
         "a note",
     ):
         assert line in text.splitlines()

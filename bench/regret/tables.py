@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -41,7 +41,7 @@ def report(results: Sequence[Result], left_out: Sequence[Case], notes: Sequence[
         "",
         *(part for table in separation_tables(figures.points(results)) for part in (table, "")),
         *plans_left_out(results),
-        *cases_left_out(left_out),
+        *cases_left_out(left_out, {result.case.setting for result in results}),
         *notes,
     )
 
@@ -178,13 +178,21 @@ def plans_left_out(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def cases_left_out(left_out: Sequence[Case]) -> list[str]:
-    """Returns what to say of cases that were not measured: one line a cluster."""
+def cases_left_out(left_out: Sequence[Case], begun: Collection[Setting]) -> list[str]:
+    """Returns what to say of cases that were not measured: one line a cluster.
+
+    Args:
+      left_out: the cases.
+      begun: clusters on which others were.
+    """
     by_setting: dict[Setting, list[Case]] = {}
     for case in left_out:
         by_setting.setdefault(case.setting, []).append(case)
     lines = []
     for setting, missing in by_setting.items():
+        if setting not in begun:
+            lines.append(f"no time left for any of the {len(missing)} cases, {setting}")
+            continue
         by_collective: dict[str, list[int]] = {}
         for case in missing:
             by_collective.setdefault(case.collective, []).append(case.num_bytes)

@@ -30,6 +30,9 @@ _LEAST_WIRE = 0.02
 _BANDWIDTH_BOUND = 5
 """A transfer that takes so many times what the smallest one does is a matter of the rate."""
 
+_SMALL_BYTES = 2**13
+"""Up to here a permute's time is its start."""
+
 _CACHED_BYTES = 2**22
 """Up to here one rate holds for permutes inside a host."""
 
@@ -86,7 +89,7 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     fitted = replace(device, version="")
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if shifts and device.platform == "cpu":
-        fitted, terms = _inside(fitted, shifts)
+        fitted, terms = _inside(fitted, shifts, _least(by_kind))
     passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
     if passes:
         largest = {kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items()}
@@ -122,14 +125,24 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     return replace(fitted, codec_rates=tuple(rates)), terms
 
 
-def _inside(device: Device, shifts: Sequence[Sample]) -> tuple[Device, list[Term]]:
+def _least(by_kind: _Samples) -> float:
+    """Returns what the smallest permutes take at least, of each kind the median: a step's start."""
+    found = [
+        [s.median_s for s in samples if s.num_bytes <= _SMALL_BYTES]
+        for (kind, *_), samples in by_kind.items()
+        if kind in ("shift", "one_way", "unlike")
+    ]
+    return min((median(times) for times in found if times), default=0.0)
+
+
+def _inside(device: Device, shifts: Sequence[Sample], step_s: float) -> tuple[Device, list[Term]]:
     """Returns the device with the start of an operation, and what permutes inside a host take."""
     inside = _fit([s for s in shifts if s.num_bytes <= _CACHED_BYTES])
-    smallest = min(s.num_bytes for s in shifts)
-    step_s = median(s.median_s for s in shifts if s.num_bytes <= 8 * smallest)
     memory = _rate(inside.s_per_byte)
-    sizes = sorted({s.num_bytes for s in shifts if s.num_bytes > 8 * smallest})
-    times = [max(s.median_s for s in shifts if s.num_bytes == size) - step_s for size in sizes]
+    sizes = sorted({s.num_bytes for s in shifts if s.num_bytes > _SMALL_BYTES})
+    small = [s.median_s for s in shifts if s.num_bytes <= _SMALL_BYTES]
+    start_s = median(small) if small else step_s
+    times = [max(s.median_s for s in shifts if s.num_bytes == size) - start_s for size in sizes]
     steady = rising([0.0, *(max(time, 0.0) for time in times)], [1] * (len(times) + 1))
     points = tuple(zip((0, *sizes), (round(PS * time) for time in steady), strict=True))
     terms = [
