@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from xcoll import _compat
+from xcoll.hosts.run import unless_lost
 
 _lock = threading.Lock()
 _runs: Counter[tuple[int, ...]] = Counter()
@@ -50,6 +51,7 @@ class Group:
         """Returns once all processes have come here.
 
         Raises:
+          HostLostError: one is lost (`xcoll.initialize`).
           TimeoutError: one has not, in time.
         """
         if self._client is None:
@@ -104,8 +106,10 @@ class Group:
         return found
 
     def _in_time(self, call: Any) -> Any:
+        found: list[Any] = []
         try:
-            return call(self._client)
+            unless_lost(lambda: found.append(call(self._client)))
+            return found[0]
         except jax.errors.JaxRuntimeError as err:
             if "DEADLINE_EXCEEDED" not in str(err):
                 raise

@@ -71,6 +71,7 @@ def tune(
         kind or in an irregular order; a budget that is no positive number.
       RuntimeError: several processes without `jax.distributed`.
       PlanMismatchError: the processes called it with different meshes.
+      HostLostError: a process is lost (`xcoll.initialize`).
       TimeoutError: a process did not come.
       OSError: the profile can't be written.
 

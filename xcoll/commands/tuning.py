@@ -16,7 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from xcoll.calibration import tune
 from xcoll.commands.hardware import MOST_CPUS
 from xcoll.commands.usage import UsageError, read_axes, say, show
-from xcoll.errors import PlanMismatchError
+from xcoll.errors import HostLostError, PlanMismatchError, StartError
+from xcoll.hosts.start import initialize
 from xcoll.units import read_time
 
 _DESCRIPTION = """\
@@ -57,10 +58,19 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    try:
+        with contextlib.ExitStack() as run:
+            return _tune(arguments, run)
+    except (PlanMismatchError, StartError, HostLostError) as err:
+        first, _, rest = str(err).partition("\n")
+        raise UsageError(first, rest) from err
+
+
+def _tune(arguments: argparse.Namespace, run: contextlib.ExitStack) -> int:
     started = time.monotonic()
     axes = read_axes("--mesh", arguments.mesh)
     budget_s = _budget(arguments.budget)
-    _prepare(arguments)
+    _prepare(arguments, run)
     mesh = _mesh(axes)
     # Waiting for the other processes is in the budget, too.
     budget_s = max(budget_s - (time.monotonic() - started), 0.1 * budget_s)
@@ -73,11 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
         def progress(share: float, text: str) -> None:
             bar.update(task, completed=share, description=text)
 
-        try:
-            tuned = tune(mesh, budget_s=budget_s, out=arguments.out, progress=progress)
-        except PlanMismatchError as err:
-            first, _, rest = str(err).partition("\n")
-            raise UsageError(first, rest) from err
+        tuned = tune(mesh, budget_s=budget_s, out=arguments.out, progress=progress)
     if is_first and arguments.json:
         say(tuned.to_json().rstrip())
     elif is_first:
@@ -97,8 +103,8 @@ def _budget(text: str) -> float:
     return (60 if minutes else 1) * picoseconds / 10**12
 
 
-def _prepare(arguments: argparse.Namespace) -> None:
-    """Sets jax up before it looks for devices."""
+def _prepare(arguments: argparse.Namespace, run: contextlib.ExitStack) -> None:
+    """Sets jax up before it looks for devices; ``run`` ends what it starts."""
     count = arguments.virtual_devices
     if count is not None:
         if not 1 <= count <= MOST_CPUS:
@@ -110,10 +116,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.distributed is not None:
         # Of CPU processes; others do not look at it.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        _join(arguments.distributed)
+        run.enter_context(_join(arguments.distributed))
 
 
-def _join(text: str) -> None:
+def _join(text: str) -> contextlib.AbstractContextManager[Any]:
     process: tuple[Any, ...] = ()
     if text:
         address, _, numbers = text.partition(",")
@@ -124,8 +130,8 @@ def _join(text: str) -> None:
             )
         process = (address, int(count), int(index))
     try:
-        jax.distributed.initialize(*process)
-    except (ValueError, RuntimeError) as err:
+        return initialize(*process)
+    except ValueError as err:
         raise UsageError(
             f"--distributed {text}: {str(err).strip().splitlines()[0]}; say which process this is:"
             " ADDRESS,COUNT,INDEX"
