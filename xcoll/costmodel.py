@@ -307,9 +307,10 @@ def _coded_slots(stage: Stage, form: ClosedForm) -> tuple[int, int]:
     if stage.collective == "all_to_all":
         return slots, slots
     permutes = sum(p.steps * p.slots * p.lanes for p in form.phases if p.kind == "permute")
-    # In an all-reduce, what a rank sends is encoded and decoded by itself, too.
-    each = (2 * permutes if stage.collective == "all_reduce" else permutes) or slots
-    return each, each
+    if stage.collective == "all_reduce":
+        # Each rank sums what all see: it decodes its own, too. Without permutes, all at once.
+        return (permutes, 2 * permutes) if permutes else (max(1, slots // ranks), slots)
+    return permutes or slots, permutes or slots
 
 
 def _buffers(device: Device, stage: Stage, form: ClosedForm) -> int:

@@ -31,6 +31,9 @@ CODECS = ("int8", "int4", "bfloat16")
 OVERLAP = ("wire", "work", "both")
 """A transfer, work beside it, and both in one program."""
 
+CHAIN = 8
+"""Small permutes in a row, by which the start of a step is measured: single ones vary."""
+
 _MOST_RESULT_BYTES = 128 * MIB
 _MOST_LINK_BYTES = 4 * MIB  # beyond, a link's rate decides alone
 
@@ -44,7 +47,8 @@ class Family:
     Attributes:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
         positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
-        are not each other's reverse, ``"shift"`` to the next position; of local work, ``"launch"``
+        are not each other's reverse, ``"shift"`` to the next position, ``"chain"`` `CHAIN` of them,
+        each on what the last one brought; of local work, ``"launch"``
         (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a
         permute one way, ``"work"``, several encodings, and ``"both"`` at once.
       axes: mesh axes it goes over; of local work, all of them.
@@ -73,7 +77,7 @@ class Family:
 
     def takes(self, num_bytes: int, topology: Topology) -> bool:
         """Whether a size is measured: it makes shares of whole elements, and fits memory."""
-        if self.kind == "launch":
+        if self.kind in ("launch", "chain"):
             return num_bytes == KIB
         if self.kind in OVERLAP:
             return num_bytes == LOCAL_SIZES[-1]
@@ -90,7 +94,10 @@ def families(topology: Topology) -> tuple[Family, ...]:
     """Returns all that is measured on a mesh, what matters most first."""
     names = tuple(axis.name for axis in topology.axes)
     used = tuple(axis.name for axis in topology.axes if axis.size > 1)
-    found = [Family(kind="launch", axes=names, is_needed=True), *_permutes(topology)]
+    permutes = list(_permutes(topology))
+    found = [Family(kind="launch", axes=names, is_needed=True)]
+    found += [replace(family, kind="chain") for family in permutes[:1]]
+    found += permutes
     over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
     for axes in reversed(over):
         found.append(Family(kind="all_reduce", axes=axes, is_needed=axes == over[-1]))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from xcoll.calibration.families import CODECS, OVERLAP, Family
+from xcoll.calibration.families import CHAIN, CODECS, OVERLAP, Family
 from xcoll.calibration.lines import line, rising
 from xcoll.calibration.result import Sample, Term
 from xcoll.codecs.table import named
@@ -126,7 +126,10 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
 
 
 def _least(by_kind: _Samples) -> float:
-    """Returns what the smallest permutes take at least, of each kind the median: a step's start."""
+    """Returns a step's start: of a chain's steps, or what the smallest permutes take at least."""
+    for (kind, *_), samples in by_kind.items():
+        if kind == "chain":
+            return median(s.median_s for s in samples) / CHAIN
     found = [
         [s.median_s for s in samples if s.num_bytes <= _SMALL_BYTES]
         for (kind, *_), samples in by_kind.items()

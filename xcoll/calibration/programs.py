@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from xcoll.calibration.families import OVERLAP, Family
+from xcoll.calibration.families import CHAIN, OVERLAP, Family
 from xcoll.codecs.table import named
 
 
@@ -66,6 +66,8 @@ def _body(
     kind, axes = family.kind, family.axes
     if kind in OVERLAP:
         return _overlap(family, names)
+    if kind == "chain":
+        return lambda x: _chain(x, names, family)
     if family.pairs:
         return lambda x: lax.ppermute(x, names, family.pairs)
     if kind == "all_reduce":
@@ -89,6 +91,12 @@ def _body(
     return lambda wire: codec.decode(
         wire.reshape(1, -1), elements, dtype="float32", platform=platform
     ).reshape(-1)
+
+
+def _chain(x: jax.Array, names: tuple[str, ...], family: Family) -> jax.Array:
+    for _ in range(CHAIN):
+        x = x + lax.ppermute(x, names, family.pairs)
+    return x
 
 
 _WIRE_PART = 8
