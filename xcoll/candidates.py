@@ -30,7 +30,7 @@ _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
 GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
 
-_MEASURED_GAIN_PERCENT = 3
+_MEASURED_GAIN_PERCENT = 2
 
 _SEGMENTS = (2, 4, 8)
 
