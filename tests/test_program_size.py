@@ -65,7 +65,8 @@ def test_torus(collective: str, grids: list[tuple[int, ...]]):
     assert len(sizes) == 1
     axes = len(grids[0])
     rings = axes * (axes * (axes - 1) + 1) * (2 if collective == AR else 1)
-    assert sizes.pop() <= 65 * rings
+    # One of them fences the update of the buffer in place.
+    assert sizes.pop() <= 66 * rings
 
 
 def test_pipelined_hierarchy():
