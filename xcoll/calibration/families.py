@@ -96,7 +96,9 @@ def families(topology: Topology) -> tuple[Family, ...]:
     used = tuple(axis.name for axis in topology.axes if axis.size > 1)
     permutes = list(_permutes(topology))
     found = [Family(kind="launch", axes=names, is_needed=True)]
-    found += [replace(family, kind="chain") for family in permutes[:1]]
+    # Between hosts, where there are several: inside one, ranks of a chain wait for each other.
+    across = [family for family in permutes if family.kind == "swap"]
+    found += [replace(f, kind="chain", is_needed=True) for f in (across or permutes)[:1]]
     found += permutes
     over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
     for axes in reversed(over):
