@@ -59,6 +59,17 @@ def test_native_is_priced_by_its_curve():
     )
 
 
+def test_far_beyond_its_points_a_curve_goes_on_at_the_rate_of_the_links():
+    # Two small points that lie level, as noise leaves them: the line through them would stay there.
+    flat = curve((KIB, 10**9), (2 * KIB, 10**9))
+    topology = replace(HOSTS, measured=(flat,))
+    request = Request("all_reduce", "sum", ("host", "device"), (2, 4), "float32", 4, ((2**22,),))
+    made = plan(request, topology, Policy())
+    # In a ring of 8, 14 shares of 2 MiB cross a link of 200 Mbit/s; TCP leaves 1448 / 1514 of it.
+    at_least = 14 * 2**21 * 8 / 200e6 * 1514 / 1448
+    assert at_least <= made.native_time_ps / 1e12 <= 1.2 * at_least
+
+
 def test_stages_are_priced_by_theirs():
     points = {
         "reduce_scatter": ((KIB, 100), (1025 * KIB, 1124)),

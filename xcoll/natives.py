@@ -64,6 +64,8 @@ def native_on(
 ) -> int:
     """Returns the predicted time of XLA's own collective: as measured, else as `native_ps` says.
 
+    Beyond the largest size that was measured, it grows as `native_ps` does.
+
     Args:
       topology: a known topology.
       span: the ranks it connects; what is measured goes over whole axes.
@@ -77,7 +79,14 @@ def native_on(
     ):
         curve = topology.curve(collective, span.axes)
         if curve is not None:
-            return curve.time_ps(num_bytes)
+            largest, longest = curve.points[-1]
+            if num_bytes <= largest:
+                return curve.time_ps(num_bytes)
+            # The line through the last two points, which are small, is a poor guide far beyond.
+            grown = [
+                native_ps(topology.device, digits, collective, b) for b in (largest, num_bytes)
+            ]
+            return longest + max(0, grown[1] - grown[0])
     return native_ps(topology.device, digits, collective, num_bytes)
 
 
