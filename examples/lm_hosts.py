@@ -7,7 +7,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import xcoll
+from xcoll.files import write_text
 
 Tree = Any
 
@@ -224,9 +224,8 @@ def write(figures: dict[str, Any], out: Path, console: Console, *, as_json: bool
         figures["plot"] = str(out / "loss.png")
     else:
         console.print("no curves: matplotlib is not installed; pip install 'jax-xcoll[bench]'")
-    path, temporary = out / "summary.json", out / f".summary.json.{os.getpid()}"
-    temporary.write_text(json.dumps(figures, indent=1) + "\n")
-    os.replace(temporary, path)
+    path = out / "summary.json"
+    write_text(path, json.dumps(figures, indent=1) + "\n")
     console.print(f"wrote {path}" + (f" and {figures['plot']}" if figures["plot"] else ""))
     if as_json:
         print(json.dumps(figures))

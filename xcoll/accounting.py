@@ -287,13 +287,12 @@ def _bounds(
             continue
         on_wire = replace(request, dtype=dtype, itemsize=itemsize)
         for phase in stage_form(stage).phases:
+            runs = phase.steps * phase.lanes * stage.num_chunks
             if phase.kind == "permute":
                 part = Part(HLO_KIND[phase.kind], phase.slots * slot * itemsize)
-                runs = phase.steps * phase.lanes * stage.num_chunks
                 yield stage.span, part, runs, phase.distance
             elif phase.kind != "fold":
                 for part in inside(on_wire, stage.span, phase.kind, phase.slots, slot, topology):
-                    runs = phase.steps * phase.lanes * stage.num_chunks
                     yield stage.span, part, runs, phase.distance
 
 

@@ -59,7 +59,6 @@ def _beside(request: Request, topology: Topology, stage: Stage) -> Span | None:
         for digit in topology.digits(request.axes)
         if digit.level.link.network == "memory" and digit.level.size > 1
     ]
-    # A level inside a span of stride one would be a part of it.
     most = max(inside, key=lambda digit: digit.level.size, default=None)
     return None if most is None else span_of(request, [most])
 

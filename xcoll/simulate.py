@@ -17,7 +17,16 @@ from xcoll.natives import native_on, passed_ps, transfer_ps
 from xcoll.plan import Span
 from xcoll.routes import Ints, Routes
 from xcoll.runs import start_ps
-from xcoll.schedule import FoldStep, Lane, NativeStep, PermuteStep, Repeat, Schedule, ShuffleStep
+from xcoll.schedule import (
+    FoldStep,
+    Lane,
+    NativeStep,
+    PermuteStep,
+    Repeat,
+    Schedule,
+    ShuffleStep,
+    swaps,
+)
 from xcoll.topology import Topology
 
 
@@ -98,7 +107,7 @@ class _Network:
         """Returns the time of one execution, and counts the traffic of ``count``."""
         traffic: dict[str, Ints] = {}
         latency = 0
-        swapped = any(set(lane.pairs) & {(b, a) for a, b in lane.pairs} for lane in step.lanes)
+        swapped = any(swaps(lane.pairs) for lane in step.lanes)
         sent = np.zeros(len(self.members.ravel()), np.int64)
         for lane in step.lanes:
             sources, destinations = self._ends(lane)

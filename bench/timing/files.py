@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from xcoll.files import write_text
 
 
 def write_json(path: Path, figures: Any) -> None:
@@ -15,9 +16,4 @@ def write_json(path: Path, figures: Any) -> None:
       OSError: it can't be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(figures, indent=1) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(figures, indent=1) + "\n")
