@@ -70,7 +70,6 @@ _QUICK = {
     "cluster": "2x4",
     "rate": "200mbit",
     "payload": "16MiB",
-    "collective": "psum",
     "rounds": 3,
 }
 
@@ -119,7 +118,7 @@ def _parser() -> Parser:
     add("--loopback", action="store_true",
         help="plain processes, without root and any limit: to try it out")  # fmt: skip
     add("--quick", action="store_true",
-        help="two minutes: psum of 16MiB on 2x4 at 200mbit, and small messages")  # fmt: skip
+        help="three minutes: 16MiB on 2x4 at 200mbit, and small messages")  # fmt: skip
     add("--timeout", type=converted(parse_duration), default=4 * 3600.0, metavar="TIME",
         help="end a cluster after this (4h)")  # fmt: skip
     add("--json", type=output_file, metavar="FILE", help="write the figures here too")
