@@ -145,7 +145,8 @@ IN_STEP = {
         psum, policy=Policy(algorithm="recursive_doubling")
     )(v),
 }
-NOT_IN_STEP = {
+# Devices of a host need not share the branch or the turns.
+APART = {
     "cond": branch(psum),
     "switch": lambda v: lax.switch(lax.axis_index("device") * 0, [psum, jnp.sin, jnp.cos], v),
     "while": while_,
@@ -154,23 +155,86 @@ NOT_IN_STEP = {
         lambda c: c[0] < 1, lambda c: (c[0] + 1, jax.jit(psum)(c[1])), (0, v)
     )[1],
     "custom_jvp in cond": branch(with_jvp),
-    "a policy of its own in cond": branch(IN_STEP["a policy of its own"]),
-    "linear solve": lambda v: lax.custom_linear_solve(
-        lambda w: w, psum(v) * 0 + v, lambda _, b: psum(b), symmetric=True
-    ),
+    "an optimize in cond": branch(IN_STEP["an optimize inside"]),
 }
 
 
-@pytest.mark.parametrize("name", [*IN_STEP, *NOT_IN_STEP])
+@pytest.mark.parametrize("name", IN_STEP)
 def test_where_devices_are_in_step(name):
-    fn = {**IN_STEP, **NOT_IN_STEP}[name]
+    body, ours, x = program(IN_STEP[name], "recursive_doubling")
+    assert_same_bits(np.asarray(jax.jit(ours)(x)), np.asarray(jax.jit(body)(x)))
+    assert turns(ours) == {Span(("device",), 4)}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_where_devices_may_be_apart_there_are_no_permutes(name):
+    body, ours, x = program(APART[name], "recursive_doubling")
+    assert_same_bits(np.asarray(jax.jit(ours)(x)), np.asarray(jax.jit(body)(x)))
+    assert "collective-permute" not in jax.jit(ours).lower(x).compile().as_text()
+    (site,) = ours.reports[-1].sites
+    if name != "an optimize in cond":  # a region plans for itself
+        assert "devices along 'device'" in site.kept_reason
+        assert "recursive_doubling" in site.kept_reason
+
+
+def test_what_is_inside_of_another_primitive_takes_no_turns():
+    """Only its operand is known to be in step."""
+    body, ours, x = program(
+        lambda v: lax.custom_linear_solve(
+            lambda w: w, psum(v) * 0 + v, lambda _, b: psum(b), symmetric=True
+        ),
+        "recursive_doubling",
+    )
+    assert_same_bits(np.asarray(jax.jit(ours)(x)), np.asarray(jax.jit(body)(x)))
+    assert turns(ours) == {None, Span(("device",), 4)}
+
+
+@pytest.mark.parametrize("check_vma", CHECK_VMA)
+@pytest.mark.parametrize("differs", [True, False])
+def test_types_say_whose_branch_it_is(differs, check_vma):
+    """Devices in another branch never come to a permute; jax.lax's own waits for its axis only."""
+
+    def scattered(v):
+        return lax.psum_scatter(v, "host", tiled=True)
+
+    def fn(v):
+        is_first = (
+            lax.axis_index("device") < 1 if differs else jnp.abs(lax.psum(v, AXES)).sum() >= 0
+        )
+        return lax.cond(
+            is_first, lambda w: lax.psum_scatter(w, "host", tiled=True), lambda w: w[:6], v
+        )
+
+    body, ours, x = program(fn, "pairwise", check_vma=check_vma)
+    assert_same_bits(np.asarray(jax.jit(ours)(x)), np.asarray(jax.jit(body)(x)))
+    site = next(site for site in ours.reports[-1].sites if site.collective == "psum_scatter")
+    assert (site.kept_reason is None) == (check_vma and not differs)
+    if site.kept_reason is None:
+        assert site.plan.stages[0].beside == Span(("device",), 4)
+
+
+def test_where_all_ranks_take_one_branch_permutes_are_right():
+    """No other axis, or one that is the collective's too: nobody waits for anybody else."""
+
+    def fn(v):
+        return lax.cond(lax.psum(v, AXES).sum() < 1e9, lambda w: lax.psum(w, AXES), jnp.sin, v)
+
     body, ours, x = program(fn, "recursive_doubling")
     assert_same_bits(np.asarray(jax.jit(ours)(x)), np.asarray(jax.jit(body)(x)))
-    expected = {Span(("device",), 4)} if name in IN_STEP else {None}
-    found = turns(ours)
-    if name == "linear solve":
-        expected |= {Span(("device",), 4)}  # that of its operand, outside
-    assert found == expected
+    assert [site.kept_reason for site in ours.reports[-1].sites] == [None, None]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_must_not_be_had_in_a_branch(by_name):
+    body, _, x = program(branch(psum), None)
+    algorithm = {"psum": "ring"} if by_name else "ring"
+    ours = xcoll.optimize(body, policy=Policy(algorithm=algorithm), topology=topology_of(2, 4))
+    if by_name:
+        with pytest.raises(ValueError, match="ring was asked for by name.*need not share"):
+            jax.jit(ours).lower(x)
+    else:
+        jax.jit(ours).lower(x)
+        assert "need not share" in ours.reports[-1].sites[0].kept_reason
 
 
 def test_gradients_from_outside():
@@ -225,8 +289,9 @@ def test_an_axis_of_the_partitioner_takes_no_turns():
     assert turns(ours) == {None}
 
 
-def test_an_inner_shard_map_in_a_branch_is_in_step_along_its_own_axes():
-    mesh = mesh_of(2, 2, 2, names=("rack", "host", "device"))
+@pytest.mark.parametrize("racks", [1, 2])
+def test_an_inner_shard_map_in_a_branch_is_in_step_along_its_own_axes(racks):
+    mesh = mesh_of(racks, 2, 2, names=("rack", "host", "device"))
 
     def inner(v):
         return jax.shard_map(
@@ -242,11 +307,12 @@ def test_an_inner_shard_map_in_a_branch_is_in_step_along_its_own_axes():
         check_vma=False,
     )  # fmt: skip
     ours = xcoll.optimize(
-        body, policy=Policy(algorithm="recursive_doubling"), topology="4*cpu:2@200Mbit"
+        body, policy=Policy(algorithm="recursive_doubling"), topology=f"{2 * racks}*cpu:2@200Mbit"
     )
     jax.jit(ours).lower(np.arange(8, dtype=np.float32))
     assert ours.reports[-1].sites[0].plan.request.in_step == (("device", 2),)
-    assert turns(ours) == {Span(("device",), 2)}
+    assert turns(ours) == {Span(("device",), 2) if racks == 1 else None}
+    assert (ours.reports[-1].sites[0].kept_reason is None) == (racks == 1)
 
 
 @pytest.mark.parametrize("platform", ["h100:4", "gb200:4"])

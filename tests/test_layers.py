@@ -63,6 +63,7 @@ LAYERS = (
     ("composite_types", "composite_native", "composite_rules", "composites", "barriers"),
     (
         "traffic",
+        "lockstep",
         "sites",
         "marks",
         "cut_rules",

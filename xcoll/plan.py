@@ -133,6 +133,11 @@ class Stage:
     beside: Span | None = None
     num_chunks: int = 1
 
+    @property
+    def is_of_permutes(self) -> bool:
+        """Whether permutes carry it out, and not a collective of XLA's (or the user's own)."""
+        return self.collective != "permute" and self.choice.name not in ("native", "direct")
+
     def __str__(self) -> str:
         """Reads like the algorithm, the codec after a slash, then the chunks.
 

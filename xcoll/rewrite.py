@@ -119,6 +119,10 @@ class Rewriter:
         for (spec, _, _, policy, _), indices in cut_groups(groups, jaxpr):
             eqns = [jaxpr.eqns[i] for i in indices]
             plan, number, sent = self._plan(eqns, spec, scope, policy)
+            if (reason := _why_not_apart(plan, scope)) is not None:
+                for index, eqn in zip(indices, eqns, strict=True):
+                    found[index] = [self._keep(eqn, spec, scope, reason)]
+                continue
             for index, eqn in zip(indices, eqns, strict=True):
                 kept = plan.reason if plan.is_native else None
                 found[index] = [_site(eqn, spec, scope, kept, plan, number, sent, sizes[index])]
@@ -170,7 +174,7 @@ class Rewriter:
         """Leaves a region to its own policy; returns it with its sites, as it will plan them."""
         region = eqn.params["region"]
         given = self.hardware.given if region.topology is None else region.topology
-        told = dataclasses.replace(region, topology=given, in_step=scope.in_step)
+        told = dataclasses.replace(region, topology=given, lockstep=scope.lockstep)
         if told != region:
             region, eqn = told, eqn.replace(params={**eqn.params, "region": told})
         hardware = Hardware(region.topology, self.hardware.platform, self.hardware.devices)
@@ -262,7 +266,7 @@ class Rewriter:
         return self.policy.by_name or self.strict == spec.collective
 
     def _request(self, eqns: list[core.JaxprEqn], spec: Spec, scope: Scope) -> Request:
-        sizes = scope.sizes()
+        sizes, together = scope.sizes(), scope.lockstep.together
         dtype = operand_type(eqns[0]).dtype
         return Request(
             collective=spec.collective,
@@ -275,7 +279,7 @@ class Rewriter:
             platform=self.hardware.platform,
             root=spec.root,
             pairs=pairs_of(eqns[0]),
-            in_step=tuple((a, sizes[a]) for a in scope.in_step if a not in spec.axes),
+            in_step=tuple((a, sizes[a]) for a in sizes if a in together and a not in spec.axes),
         )
 
     def _plan(
@@ -312,6 +316,21 @@ def _site(
         kept_reason=kept_reason,
         count=scope.count,
         sent=sent,
+    )
+
+
+def _why_not_apart(plan: Plan, scope: Scope) -> str | None:
+    """Returns why a plan cannot run where devices may be in different branches, or None.
+
+    XLA may have a permute wait for all devices of the program, whatever its pairs.
+    """
+    sizes, own = scope.sizes(), plan.request.axes
+    apart = [axis for axis in scope.lockstep.apart if axis not in own and sizes[axis] > 1]
+    if not apart or not any(stage.is_of_permutes for stage in plan.stages):
+        return None
+    return (
+        f"it is in a branch or a loop that devices along {', '.join(map(repr, apart))} need not"
+        f" share, and {plan.name} is of permutes, which wait for all devices"
     )
 
 

@@ -47,7 +47,7 @@ def shared(
 
 def _beside(request: Request, topology: Topology, stage: Stage) -> Span | None:
     """Returns the devices of a host that take turns in a stage between hosts, or None."""
-    if not _is_of_permutes(stage) or stage.span.num_ranks > EXACT_MAX_RANKS:
+    if not _is_plain(stage) or stage.span.num_ranks > EXACT_MAX_RANKS:
         return None
     links = [digit.level.link for digit in span_digits(topology, stage.span)]
     if any(k.network == "memory" or k.swap_percent <= k.unlike_percent for k in links):
@@ -68,13 +68,12 @@ def _larger_half(digit: Digit) -> Fraction:
     return Fraction(size - size // 2, size)
 
 
-def _is_of_permutes(stage: Stage) -> bool:
-    moves = stage.collective != "permute" and stage.choice.name not in ("native", "direct")
-    return moves and not stage.dims and stage.span.num_ranks > 1
+def _is_plain(stage: Stage) -> bool:
+    return stage.is_of_permutes and not stage.dims and stage.span.num_ranks > 1
 
 
 def _is_cuttable(topology: Topology, stage: Stage) -> bool:
-    if stage.codec is None or stage.codec.integers is not None or not _is_of_permutes(stage):
+    if stage.codec is None or stage.codec.integers is not None or not _is_plain(stage):
         return False
     return any(d.level.link.kind in _SLOW for d in span_digits(topology, stage.span))
 

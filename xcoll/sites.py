@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from xcoll import _compat
 from xcoll.barriers import barrier_p
 from xcoll.composites import COMPOSITES
+from xcoll.lockstep import Lockstep
 from xcoll.planner import PERMUTATION as PERMUTATION
 
 OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
@@ -22,12 +23,6 @@ OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call"
 
 REGION = "xcoll_region"
 """Name of the primitive around code that has its own policy (`xcoll.primitives`)."""
-
-
-_IN_STEP = frozenset(
-    {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call", "scan", REGION}
-)
-"""Primitives whose bodies run as often on all devices; those of a cond or a while need not."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +125,7 @@ class Scope:
       auto_axes: axes of the mesh, larger than one, that the partitioner still owns.
       count: executions per call of the program; None where not known (a while loop).
       source: ``file:line`` of the call around equations that show no user's line of their own.
-      in_step: manual axes, in the mesh's order, along which all devices are sure to run the same
-        equations: none in between is in a branch or a loop whose turns are found as it runs.
+      lockstep: which devices are sure to run it at the same time.
     """
 
     axis_sizes: tuple[tuple[str, int], ...] = ()
@@ -139,7 +133,7 @@ class Scope:
     mesh: Any = None
     count: int | None = 1
     source: str | None = None
-    in_step: tuple[str, ...] = ()
+    lockstep: Lockstep = Lockstep()
 
     def sizes(self) -> dict[str, int]:
         """Returns the manual axes' sizes by name."""
@@ -172,24 +166,23 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
     if eqn.primitive.name in OPAQUE:
         return
     name = eqn.primitive.name
-    inner = scope if name in _IN_STEP else replace(scope, in_step=())
     if name == "shard_map":
         manual = frozenset(dict(scope.axis_sizes)) | frozenset(_manual_axes(eqn.params))
         mesh = eqn.params["mesh"]
         if scope.mesh is not None and not _is_concrete(mesh) and _is_concrete(scope.mesh):
             mesh = scope.mesh
         inner = scope_of_mesh(mesh, manual, scope)
-        # Along its own axes, what stands around it is the same for all devices.
-        own = manual - frozenset(scope.sizes())
-        in_step = tuple(a for a in inner.sizes() if a in own or a in scope.in_step)
-        inner = replace(inner, in_step=in_step)
-    elif name == "scan":
+        own = [axis for axis in inner.sizes() if axis not in scope.sizes()]
+        inner = replace(inner, lockstep=scope.lockstep.in_shard_map(eqn, own))
+    elif name == REGION:
+        inner = replace(scope, source=_compat.source_line(eqn) or scope.source)
+    else:
+        inner = replace(scope, lockstep=scope.lockstep.inside(eqn, scope.sizes()))
+    if name == "scan":
         count = None if scope.count is None else scope.count * eqn.params["length"]
         inner = replace(inner, count=count)
     elif name == "while":
         inner = replace(inner, count=None)
-    elif name == REGION:
-        inner = replace(inner, source=_compat.source_line(eqn) or scope.source)
     for key, value in eqn.params.items():
         if isinstance(value, core.Jaxpr):
             yield key, None, value, inner
