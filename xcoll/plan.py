@@ -40,7 +40,7 @@ ALGORITHM_NAMES = (
 )
 """What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
 
-_JSON_VERSION = 3
+_JSON_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Request:
       platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: whose native collective is the rival.
       root: the root rank of a rooted collective.
       pairs: source and destination ranks of a permute.
+      in_step: other mesh axes, with sizes, along which all devices are sure to do the same at the
+        same time, so that their permutes can be one.
     """
 
     collective: str
@@ -69,6 +71,7 @@ class Request:
     platform: str = "cpu"
     root: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
+    in_step: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -114,9 +117,10 @@ class Stage:
       dims: for algorithms over several levels at once (torus, pipelined hierarchical): the
         sizes of the levels inside the span, outermost first; else empty.
       codec: how its payload travels; None for the payload's own bits.
-      beside: ranks that send the same over other links to the same place. Where partners swap,
-        those of the lower half send up the ranks while the others send down, then the other way
-        about: for transports on which two ranks that swap send one after the other.
+      beside: devices that do the same between the same places, along axes of the request or those
+        in step with it. Where partners swap, those of the lower half send up the ranks while the
+        others send down, then the other way about: for transports on which two ranks that swap
+        send one after the other.
       num_chunks: chunks of the payload that take the stage one after another, so that one is
         encoded or decoded while another is on the wire.
     """
@@ -248,11 +252,16 @@ class Plan:
 def _check(plan: Plan) -> None:
     """Checks what the types alone do not say."""
     request = plan.request
+    others = tuple(axis for axis, _ in request.in_step)
     _known("request.collective", "collective", request.collective, (*COLLECTIVES, "permute"))
     _known("request.op", "op", request.op, OPS)
     if len(set(request.axes)) != len(request.axes) or len(request.axes) != len(request.axis_sizes):
         raise ValueError(
             f"request: axes {request.axes} with sizes {request.axis_sizes}; each axis needs one"
+        )
+    if len({*request.axes, *others}) != len(request.axes) + len(others):
+        raise ValueError(
+            f"request: in_step {request.in_step} beside axes {request.axes}; name each axis once"
         )
     if request.root >= request.num_ranks or request.itemsize < 1:
         raise ValueError(
@@ -274,12 +283,13 @@ def _check(plan: Plan) -> None:
     wire = (plan.wire_bytes, *(candidate.wire_bytes for candidate in plan.candidates))
     used = [
         *(axis for stage in plan.stages for axis in stage.span.axes),
-        *(axis for stage in plan.stages if stage.beside for axis in stage.beside.axes),
         *(axis for operation in plan.operations for axis in operation.axes),
         *(axis for pairs in wire for axis, _ in pairs),
     ]
     for axis in used:
         _known("plan", "axis", axis, request.axes)
+    for axis in (axis for stage in plan.stages if stage.beside for axis in stage.beside.axes):
+        _known("plan", "axis", axis, (*request.axes, *others))
 
 
 def _check_choice(choice: Choice) -> None:
