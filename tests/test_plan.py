@@ -94,9 +94,9 @@ STAGE = ("stages", 0)
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("version",), ..., "'version': 3"),
-        (("version",), 1, "'version': 3"),
-        (("version",), None, "'version': 3"),
+        (("version",), ..., "'version': 4"),
+        (("version",), 1, "'version': 4"),
+        (("version",), None, "'version': 4"),
         (("colour",), "red", "plan: unknown field 'colour'"),
         (("reason",), ..., "plan: 'reason' is missing"),
         (("reason",), 3, "plan.reason: str is expected, not 3"),

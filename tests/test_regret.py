@@ -269,8 +269,8 @@ def test_the_report_says_what_it_is_made_of_and_what_is_missing():
         "5 plans of 1 cases were timed; 1 are the program of another",
         "not timed: 2 plans predicted over 4 times slower than the best",
         "not timed: 1 plans that the planner may not choose",
-        "no time left for 2 cases, 2x4 at 200mbit: all_reduce of 4 MiB, 64 MiB",
-        "no time left for any of the 1 cases, 4x4 at 200mbit",
+        "not measured: 2 cases, 2x4 at 200mbit: all_reduce of 4 MiB, 64 MiB",
+        "not measured: any of the 1 cases, 4x4 at 200mbit",
         "a note",
     ):
         assert line in text.splitlines()
@@ -290,8 +290,9 @@ def test_the_picture(tmp_path):
         (["--mesh", "8"], "'8' is no mesh"),
         (["--mesh", "1x4"], "two hosts or more"),
         (["--size", "4095"], "multiples of 4 KiB"),
+        (["--profile", "none.json"], "no file 'none.json'"),
         (["--mesh", "3x1"], "3 devices have to get as many elements each"),
-        (["--profile", "p.json"], "a profile is of one mesh and rate, and there are 6"),
+        (["--profile", __file__], "a profile is of one mesh and rate, and there are 6"),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(words, message, capsys):
@@ -309,7 +310,10 @@ def test_what_cannot_be_read_is_said_and_fresh_forgets_it(tmp_path, capsys, monk
         command_line.main(["--out", str(tmp_path)])
     assert "start anew with --fresh" in capsys.readouterr().err
     assert command_line.main(["--out", str(tmp_path), "--fresh"]) == 7
-    assert "nothing was measured" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()
+    # And no table of nothing: what there was to measure, a line for each cluster.
+    assert said[0] == "nothing was measured" and len(said) == 7
+    assert all("any of the 24 cases" in line for line in said[1:])
     monkeypatch.setattr(requirements, "lacking", lambda: "no root")
     assert command_line.main(["--out", str(tmp_path)]) == command_line.CANT
     assert "no root" in capsys.readouterr().err

@@ -232,6 +232,9 @@ def test_quick_is_one_cluster_and_small_messages():
         (["--payload", "2"], "at least one float32"),
         (["--collective", "psum,sum"], "all_to_all"),
         (["--torch-python", "/no/such/python"], "no such program"),
+        (["--rounds", "0"], "of at least 1, not '0'"),
+        (["--profile", "none.json"], "no file 'none.json'"),
+        (["--json", "/proc/none/figures.json"], "No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_said(words, said, capsys):

@@ -40,7 +40,7 @@ ALGORITHM_NAMES = (
 )
 """What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
 
-_JSON_VERSION = 3
+_JSON_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Request:
       platform: ``"cpu"``, ``"tpu"`` or ``"gpu"``: whose native collective is the rival.
       root: the root rank of a rooted collective.
       pairs: source and destination ranks of a permute.
+      in_step: other mesh axes, with sizes, along which all devices are sure to do the same at the
+        same time, so that their permutes can be one.
     """
 
     collective: str
@@ -69,6 +71,7 @@ class Request:
     platform: str = "cpu"
     root: int = 0
     pairs: tuple[tuple[int, int], ...] = ()
+    in_step: tuple[tuple[str, int], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -114,9 +117,10 @@ class Stage:
       dims: for algorithms over several levels at once (torus, pipelined hierarchical): the
         sizes of the levels inside the span, outermost first; else empty.
       codec: how its payload travels; None for the payload's own bits.
-      beside: ranks that send the same over other links to the same place. Where partners swap,
-        those of the lower half send up the ranks while the others send down, then the other way
-        about: for transports on which two ranks that swap send one after the other.
+      beside: devices that do the same between the same places, along axes of the request or those
+        in step with it. Where partners swap, those of the lower half send up the ranks while the
+        others send down, then the other way about: for transports on which two ranks that swap
+        send one after the other.
       num_chunks: chunks of the payload that take the stage one after another, so that one is
         encoded or decoded while another is on the wire.
     """
@@ -248,11 +252,16 @@ class Plan:
 def _check(plan: Plan) -> None:
     """Checks what the types alone do not say."""
     request = plan.request
+    others = tuple(axis for axis, _ in request.in_step)
     _known("request.collective", "collective", request.collective, (*COLLECTIVES, "permute"))
     _known("request.op", "op", request.op, OPS)
     if len(set(request.axes)) != len(request.axes) or len(request.axes) != len(request.axis_sizes):
         raise ValueError(
             f"request: axes {request.axes} with sizes {request.axis_sizes}; each axis needs one"
+        )
+    if len({*request.axes, *others}) != len(request.axes) + len(others):
+        raise ValueError(
+            f"request: in_step {request.in_step} beside axes {request.axes}; name each axis once"
         )
     if request.root >= request.num_ranks or request.itemsize < 1:
         raise ValueError(
@@ -263,6 +272,7 @@ def _check(plan: Plan) -> None:
         raise ValueError(f"request: pairs {request.pairs} of {request.num_ranks} ranks")
     if not plan.stages:
         raise ValueError("stages: a plan has at least one")
+    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
     for stage in plan.stages:
         _known("stages", "collective", stage.collective, (*COLLECTIVES, "permute"))
         _check_choice(stage.choice)
@@ -273,9 +283,9 @@ def _check(plan: Plan) -> None:
                 f"stages: {stage}: dims {stage.dims} make {math.prod(stage.dims)} ranks, and its"
                 f" span has {stage.span.num_ranks}"
             )
-        for span in (stage.span, stage.beside):
-            if span is not None:
-                _check_span(stage, span, request)
+        _check_span(stage, stage.span, sizes)
+        if stage.beside is not None:
+            _check_span(stage, stage.beside, {**sizes, **dict(request.in_step)})
     wire = (plan.wire_bytes, *(candidate.wire_bytes for candidate in plan.candidates))
     used = [
         *(axis for operation in plan.operations for axis in operation.axes),
@@ -285,12 +295,11 @@ def _check(plan: Plan) -> None:
         _known("plan", "axis", axis, request.axes)
 
 
-def _check_span(stage: Stage, span: Span, request: Request) -> None:
+def _check_span(stage: Stage, span: Span, sizes: dict[str, int]) -> None:
     for axis in span.axes:
-        _known("plan", "axis", axis, request.axes)
-    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
+        _known("plan", "axis", axis, tuple(sizes))
     ranks, block = math.prod(sizes[axis] for axis in span.axes), span.num_ranks * span.stride
-    if len(set(span.axes)) < len(span.axes) or block < 1 or ranks % block:
+    if len(set(span.axes)) < len(span.axes) or min(ranks, block) < 1 or ranks % block:
         raise ValueError(
             f"stages: {stage}: {span} does not fit a mesh of {sizes}: each of its axes is named"
             " once, and their ranks are whole blocks of num_ranks * stride"

@@ -36,12 +36,14 @@ class Region:
       topology: what the user said of the hardware; None takes what the region around says.
       strict: the collective (the schedules' name) for which it is an error that the policy's
         algorithm cannot do it.
+      in_step: as for `Scope`, of where the region stands; a region around it knows.
       sink: receives the report of each lowering; compared by identity.
     """
 
     policy: Policy
     topology: Topology | str | None = None
     strict: str | None = None
+    in_step: tuple[str, ...] = ()
     sink: Callable[[Report], None] | None = None
 
 
@@ -68,7 +70,7 @@ def _lower(ctx: Any, *args: Any, call_jaxpr: core.Jaxpr, region: Region) -> Any:
 def _plan(ctx: Any, jaxpr: core.Jaxpr, region: Region, operands: Sequence[Any]) -> core.Jaxpr:
     mesh, manual, devices = _compat.manual_context(ctx)
     hardware = Hardware(region.topology, _compat.lowering_platform(ctx), devices)
-    scope = Scope(source=_compat.lowering_source(ctx))
+    scope = Scope(source=_compat.lowering_source(ctx), in_step=region.in_step)
     if mesh is not None and not mesh.empty:
         scope = scope_of_mesh(mesh, manual, scope)
     rewriter = Rewriter(region.policy, hardware, region.strict)

@@ -169,9 +169,10 @@ class Rewriter:
     def _inner_region(self, eqn: core.JaxprEqn, scope: Scope) -> tuple[core.JaxprEqn, list[Site]]:
         """Leaves a region to its own policy; returns it with its sites, as it will plan them."""
         region = eqn.params["region"]
-        if region.topology is None and self.hardware.given is not None:
-            region = dataclasses.replace(region, topology=self.hardware.given)
-            eqn = eqn.replace(params={**eqn.params, "region": region})
+        given = self.hardware.given if region.topology is None else region.topology
+        told = dataclasses.replace(region, topology=given, in_step=scope.in_step)
+        if told != region:
+            region, eqn = told, eqn.replace(params={**eqn.params, "region": told})
         hardware = Hardware(region.topology, self.hardware.platform, self.hardware.devices)
         inner = Rewriter(region.policy, hardware, region.strict, cuts=self.cuts)
         for _, _, body, within in enter(eqn, scope):
@@ -274,6 +275,7 @@ class Rewriter:
             platform=self.hardware.platform,
             root=spec.root,
             pairs=pairs_of(eqns[0]),
+            in_step=tuple((a, sizes[a]) for a in scope.in_step if a not in spec.axes),
         )
 
     def _plan(

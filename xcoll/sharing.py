@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
-from xcoll.candidates import span_of
 from xcoll.costmodel import Operand, operands, payload_elements
 from xcoll.emitted import EXACT_MAX_RANKS, emitted_by
 from xcoll.loads import span_digits
 from xcoll.plan import Request, Span, Stage
 from xcoll.schedule import swaps
-from xcoll.topology import Topology
+from xcoll.topology import Digit, Topology
 
 PriceStage = Callable[[Stage, Operand], int]
 
@@ -56,11 +56,16 @@ def _beside(request: Request, topology: Topology, stage: Stage) -> Span | None:
         return None
     inside = [
         digit
-        for digit in topology.digits(request.axes)
+        for digit in topology.digits((*(axis for axis, _ in request.in_step), *request.axes))
         if digit.level.link.network == "memory" and digit.level.size > 1
     ]
-    most = max(inside, key=lambda digit: digit.level.size, default=None)
-    return None if most is None else span_of(request, [most])
+    best = min(inside, key=_larger_half, default=None)
+    return None if best is None else Span((best.axis,), best.level.size, best.axis_stride)
+
+
+def _larger_half(digit: Digit) -> Fraction:
+    size = digit.level.size
+    return Fraction(size - size // 2, size)
 
 
 def _is_of_permutes(stage: Stage) -> bool:

@@ -24,6 +24,12 @@ REGION = "xcoll_region"
 """Name of the primitive around code that has its own policy (`xcoll.primitives`)."""
 
 
+_IN_STEP = frozenset(
+    {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call", "scan", REGION}
+)
+"""Primitives whose bodies run as often on all devices; those of a cond or a while need not."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """How a collective primitive reads: jax.lax's name, the schedules' name, how it combines."""
@@ -124,6 +130,8 @@ class Scope:
       auto_axes: axes of the mesh, larger than one, that the partitioner still owns.
       count: executions per call of the program; None where not known (a while loop).
       source: ``file:line`` of the call around equations that show no user's line of their own.
+      in_step: manual axes, in the mesh's order, along which all devices are sure to run the same
+        equations: none in between is in a branch or a loop whose turns are found as it runs.
     """
 
     axis_sizes: tuple[tuple[str, int], ...] = ()
@@ -131,6 +139,7 @@ class Scope:
     mesh: Any = None
     count: int | None = 1
     source: str | None = None
+    in_step: tuple[str, ...] = ()
 
     def sizes(self) -> dict[str, int]:
         """Returns the manual axes' sizes by name."""
@@ -162,20 +171,25 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
     """Yields ``(parameter, index in it or None, jaxpr, scope)`` of every body of an equation."""
     if eqn.primitive.name in OPAQUE:
         return
-    inner = scope
-    if eqn.primitive.name == "shard_map":
+    name = eqn.primitive.name
+    inner = scope if name in _IN_STEP else replace(scope, in_step=())
+    if name == "shard_map":
         manual = frozenset(dict(scope.axis_sizes)) | frozenset(_manual_axes(eqn.params))
         mesh = eqn.params["mesh"]
         if scope.mesh is not None and not _is_concrete(mesh) and _is_concrete(scope.mesh):
             mesh = scope.mesh
         inner = scope_of_mesh(mesh, manual, scope)
-    elif eqn.primitive.name == "scan":
+        # Along its own axes, what stands around it is the same for all devices.
+        own = manual - frozenset(scope.sizes())
+        in_step = tuple(a for a in inner.sizes() if a in own or a in scope.in_step)
+        inner = replace(inner, in_step=in_step)
+    elif name == "scan":
         count = None if scope.count is None else scope.count * eqn.params["length"]
-        inner = replace(scope, count=count)
-    elif eqn.primitive.name == "while":
-        inner = replace(scope, count=None)
-    elif eqn.primitive.name == REGION:
-        inner = replace(scope, source=_compat.source_line(eqn) or scope.source)
+        inner = replace(inner, count=count)
+    elif name == "while":
+        inner = replace(inner, count=None)
+    elif name == REGION:
+        inner = replace(inner, source=_compat.source_line(eqn) or scope.source)
     for key, value in eqn.params.items():
         if isinstance(value, core.Jaxpr):
             yield key, None, value, inner

@@ -133,7 +133,7 @@ def carry_out(
         xs = [codec.to_integers(x, n, scales[i], keys[i], dtype=dtype) for i, x in enumerate(xs)]
     rows = [payload.to_rows(collective, p, x, n) for p, x in zip(params, xs, strict=True)]
     block = block_of(plan.stages)
-    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
+    sizes = dict((*zip(request.axes, request.axis_sizes, strict=True), *request.in_step))
     run = _Stages(plan, {a: sizes[a] for a in mesh_axes if a in sizes}, block, key)
     result = run(payload.pack(rows, block))
     if collective in ("reduce", "gather"):
@@ -167,7 +167,7 @@ class _Stages:
 
     Args:
       plan: the plan.
-      sizes: sizes of its axes, in the mesh's order.
+      sizes: sizes of its axes and those in step with them, in the mesh's order.
       block: the payload is whole blocks of so many elements.
       key: of stochastic rounding, the same on all ranks.
     """

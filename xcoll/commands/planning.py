@@ -124,6 +124,8 @@ def _request(arguments: argparse.Namespace, topology: Topology) -> Request:
         itemsize=itemsize,
         shapes=((num_bytes // itemsize,),),
         platform=topology.platform,
+        # As for a step that is manual over all axes, where no branch is around the collective.
+        in_step=tuple((axis, size) for axis, size in sizes.items() if axis not in over),
     )
 
 
