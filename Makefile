@@ -57,7 +57,10 @@ bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audi
 	$(RUN) -m bench.regret --quick || [ $$? = 125 ]
 	$(RUN) -m bench.wire --quick || [ $$? = 125 ]
 	$(RUN) -m bench.cluster --hosts 2 --devices 4 --rate 200mbit -- python examples/train_lm.py \
-	  --distributed --quick --mesh host=2,device=4 --topology '2*cpu:4@200Mbit' --out runs/hosts \
+	  --distributed --quick --mesh host=2,device=4 --topology '2*cpu:4@200Mbit' --out runs/hosts-2 \
+	  || [ $$? = 125 ]
+	$(RUN) -m bench.cluster --hosts 4 --devices 2 --rate 200mbit -- python examples/train_lm.py \
+	  --distributed --quick --mesh host=4,device=2 --topology '4*cpu:2@200Mbit' --out runs/hosts-4 \
 	  || [ $$? = 125 ]
 
 convergence: .venv/installed-bench ## train through each codec and compressor: about 10 minutes

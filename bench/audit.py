@@ -13,7 +13,6 @@ allocations, in a round of its own, not timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import jax
@@ -34,6 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 import xcoll
+from bench.options import parser, whole
+from bench.printing import show
 from xcoll import aot, hlo, sharding
 
 LIMIT = 0.20
@@ -151,20 +153,20 @@ def table(figures: dict[str, Any]) -> Table:
 
 def main() -> int:
     """Prints the figures; the exit code says whether the limit is kept."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--topology", choices=MESHES, default="v5p:8x8x8")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--unrolled", action="store_true", help="the blocks are no loop")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    words = parser(__doc__, rounds=3)
+    add = words.add_argument
+    add("--layers", type=whole(1), default=48, metavar="N", help="blocks of the transformer")
+    add("--topology", choices=MESHES, default="v5p:8x8x8", metavar="NAME",
+        help=f"to compile for: {', '.join(MESHES)}")  # fmt: skip
+    add("--unrolled", action="store_true", help="the blocks are no loop")
+    options = words.parse_args()
     sequences = 4 * MESHES[options.topology][0]
     config = Config(layers=options.layers, batch=sequences, is_scanned=not options.unrolled)
     figures = measure(options.topology, config, options.rounds, Console(stderr=True))
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps(figures, indent=1))
     else:
-        Console().print(table(figures))
+        show(table(figures))
     return int(figures["share"] > LIMIT)
 
 

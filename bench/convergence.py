@@ -11,7 +11,6 @@ files that were not trained on.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -43,6 +42,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import xcoll
 from bench.convergence_output import plot, table, targets
+from bench.options import output_directory, parser, whole
+from bench.printing import show
 from xcoll import hlo
 
 
@@ -160,15 +161,15 @@ def check(name: str, rows: dict[str, dict[str, Any]]) -> None:
 
 def main() -> int:
     """Runs the benchmark; returns 1 where a target is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=_positive, default=300)
-    parser.add_argument("--seeds", type=_positive, default=3)
-    parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    words = parser(__doc__)
+    add = words.add_argument
+    add("--steps", type=whole(1), default=300, metavar="N", help="of each run")
+    add("--seeds", type=whole(1), default=3, metavar="N", help="runs of each variant")
+    add("--out", type=output_directory, default="runs/convergence", metavar="DIR",
+        help="for convergence.json and convergence.png")  # fmt: skip
+    args = words.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error("matplotlib draws the curves; pip install -e '.[bench]', or make convergence")
-    args.out.mkdir(parents=True, exist_ok=True)
+        words.error("matplotlib draws the curves; pip install -e '.[bench]', or make convergence")
     lm_devices.use_virtual_devices(math.prod(AXES.values()))
     figures = run(args.steps, args.seeds, Console(stderr=True))
     figures["targets"] = found = targets(figures["variants"])
@@ -177,27 +178,19 @@ def main() -> int:
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(table(figures))
+        show(table(figures))
         for name, target in found.items():
-            console.print(
+            show(
                 f"{'met   ' if target['met'] else 'missed'} {name}: held-out loss"
                 f" {target['difference']:+.2%} of the exact one's (target {target['target']:.1%})"
             )
-        console.print(f"wrote {args.out}/convergence.json and convergence.png", markup=False)
+        show(f"wrote {args.out}/convergence.json and convergence.png")
     diverged = [
         n for n, row in figures["variants"].items() if not np.all(np.isfinite(row["held_out"]))
     ]
     if diverged:
         print(f"diverged: {', '.join(diverged)}", file=sys.stderr)
     return 1 if diverged or not all(target["met"] for target in found.values()) else 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, at least 1, not {text!r}")
-    return value
 
 
 if __name__ == "__main__":

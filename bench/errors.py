@@ -9,7 +9,6 @@ within what the codec, or the plan, promises; that all ranks hold the same bits 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lm_devices
@@ -28,6 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 import xcoll
+from bench.options import parser, whole
+from bench.printing import show
 from xcoll import algorithms, codecs
 from xcoll.codecs import FLOOR
 
@@ -104,7 +106,9 @@ def one_sum(
     if is_nested and codec.integers is not None:
         return None
     policy = xcoll.Policy(
-        algorithm=ALGORITHMS[algorithm], codec={"host": codec} if is_nested else codec
+        algorithm=ALGORITHMS[algorithm],
+        codec={"host": codec} if is_nested else codec,
+        min_bytes=0,
     )
     spec = jax.P(tuple(AXES))
     fn = xcoll.optimize(
@@ -192,21 +196,19 @@ def tables(figures: dict[str, Any]) -> tuple[Table, Table]:
 
 def main() -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--elements", type=int, default=65536, help="of each rank")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    if args.elements < 1 or args.elements % (NUM_RANKS * 256):
-        parser.error(f"--elements {args.elements}: must be a multiple of {NUM_RANKS * 256}")
+    words = parser(__doc__)
+    shares = NUM_RANKS * 256
+    words.add_argument(
+        "--elements", type=whole(shares, step=shares), default=65536, metavar="N",
+        help=f"of each rank, a multiple of {shares}",
+    )  # fmt: skip
+    args = words.parse_args()
     lm_devices.use_virtual_devices(NUM_RANKS)
     figures = run(args.elements, Console(stderr=True))
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 140)
-        for shown in tables(figures):
-            console.print(shown)
-        console.print("ok   every error within its bound, all ranks alike")
+        show(*tables(figures), "ok   every error within its bound, all ranks alike", width=140)
     return 0
 
 

@@ -19,7 +19,6 @@ On a TPU the order of an array in memory depends on its shape: kernels are given
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -30,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,11 +37,14 @@ import jax.numpy as jnp
 import numpy as np
 import xcoll_kernels
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from xcoll_kernels import gpu, reference, tpu
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.options import parser, whole
+from bench.printing import show
 from xcoll import aot
 from xcoll.hlo import text as hlo_text
 
@@ -317,19 +320,21 @@ def table(figures: dict[str, Any]) -> Table:
 
 def main() -> int:
     """Runs the benchmark; returns 1 where a GPU misses the target."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--mib", type=int, default=64, help="float32 MiB of one contribution")
-    parser.add_argument("--check", action="store_true", help="correctness only")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    words = parser(__doc__, rounds=15, fewest=2)
+    add = words.add_argument
+    add("--mib", type=whole(1), default=64, metavar="N", help="float32 MiB of one contribution")
+    add("--check", action="store_true", help="correctness only")
+    args = words.parse_args()
     backend = jax.default_backend()
-    console = Console(width=None if sys.stdout.isatty() else 120, stderr=args.json)
-    for line in check(backend):
-        console.print(f"ok   {line}")
+    say = functools.partial(show, stderr=args.json)
+    checked = check(backend)
+    say(*(f"ok   {line}" for line in checked))
     if args.check:
+        if args.json:
+            print(json.dumps({"checked": checked}, indent=1))
         return 0
     figures: dict[str, Any] = {
+        "checked": checked,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
@@ -343,9 +348,9 @@ def main() -> int:
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console.print(table(figures))
+        show(table(figures))
     if not figures["timed"]:
-        console.print(
+        say(
             f"No accelerator here: MiB moved by the programs compiled for one, nothing timed. On a"
             f" GPU, reduce_and_quantize is to reach {TARGET_OF_COPY:.0%} of a copy's bandwidth."
         )
@@ -354,7 +359,7 @@ def main() -> int:
     for row in figures["rows"]:
         if row["op"] == "reduce_and_quantize":
             ok = row["of_copy"] >= TARGET_OF_COPY and row["times_xla"] > 1
-            console.print(
+            say(
                 f"{'ok  ' if ok else 'MISS'} reduce_and_quantize {row['codec']}:"
                 f" {row['of_copy']:.0%} of copy bandwidth, {row['times_xla']:.2f} x XLA's version"
             )

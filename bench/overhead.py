@@ -10,7 +10,6 @@ quartiles.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -25,6 +24,7 @@ from typing import Any
 
 import jax
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import lm_data
@@ -34,13 +34,15 @@ import numpy as np
 import optax
 import train_lm
 from lm_model import Config
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 import xcoll
+from bench.options import converted, parser, whole
+from bench.printing import show
 from xcoll import hlo
 
+AXES = {"host": 2, "device": 4}
 MEASURES = ("trace_s", "lower_s", "compile_s", "step_s")
 LIMITS = {"native": 1.15, "ring": 1.5}
 """Compile time relative to plain that each variant may take."""
@@ -100,7 +102,7 @@ def check(name: str, result: Any, plain: Any) -> None:
 def run(rounds: int, steps: int, topology: str) -> dict[str, Any]:
     """Measures every variant in every round, in turn; returns the figures."""
     try:
-        mesh = lm_devices.make_mesh({"host": 2, "device": 4})
+        mesh = lm_devices.make_mesh(AXES)
     except ValueError as err:
         raise SystemExit(str(err)) from None
     job = lm_job.Job(Config(), optax.adamw(1e-3), mesh)
@@ -178,28 +180,31 @@ def table(figures: dict[str, Any]) -> Table:
     return out
 
 
+def _topology(text: str) -> str:
+    xcoll.Topology.parse(text, axes=AXES)
+    return text
+
+
 def main() -> int:
     """Runs the benchmark; returns 1 where native plans are not the same program."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
-    parser.add_argument("--topology", default="2*cpu:4@200Mbit")
-    parser.add_argument("--virtual-devices", type=int, default=8, help="0: those of the machine")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    words = parser(__doc__, rounds=7, fewest=2)
+    add = words.add_argument
+    add("--steps", type=whole(1), default=5, metavar="N", help="timed steps a round")
+    add("--topology", type=converted(_topology), default="2*cpu:4@200Mbit", help="to plan for")
+    add("--virtual-devices", type=whole(0), default=8, metavar="N", help="0: the machine's own")
+    args = words.parse_args()
     if args.virtual_devices:
         lm_devices.use_virtual_devices(args.virtual_devices)
     figures = run(args.rounds, args.steps, args.topology)
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(table(figures))
+        show(table(figures))
         same = figures["native_program_is_the_plain_one"]
-        console.print(f"{'ok  ' if same else 'FAIL'} native plans compile to the plain program")
+        show(f"{'ok  ' if same else 'FAIL'} native plans compile to the plain program")
         for name, limit in LIMITS.items():
             ok = figures["within_limits"][name]
-            console.print(f"{'ok  ' if ok else 'over'} {name}: compile time within x {limit}")
+            show(f"{'ok  ' if ok else 'over'} {name}: compile time within x {limit}")
     return 0 if figures["native_program_is_the_plain_one"] else 1
 
 

@@ -11,7 +11,6 @@ cached, is shown by itself. Memory is counted in rounds of its own, not timed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -20,7 +19,8 @@ import statistics
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +28,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.options import parser, several, whole
+from bench.printing import show
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
@@ -82,7 +86,7 @@ def check(made: Plan) -> None:
         raise SystemExit(f"{made.name}: chosen for less than a tenth")
 
 
-def run(rounds: int, groups: tuple[int, ...], console: Console) -> dict[str, Any]:
+def run(rounds: int, groups: Sequence[int], console: Console) -> dict[str, Any]:
     """Plans all group counts on all systems; returns the figures."""
     rows: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -174,21 +178,19 @@ def table(figures: dict[str, Any]) -> Table:
 
 def main() -> int:
     """Runs the benchmark; returns 1 where planning takes longer than the limit."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--groups", default="1,10,100", help="numbers of groups")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    groups = tuple(int(g) for g in args.groups.split(","))
-    figures = run(args.rounds, groups, Console(stderr=True))
+    words = parser(__doc__, rounds=5)
+    words.add_argument(
+        "--groups", type=several(whole(1)), default="1,10,100", metavar="N,...", help="so many"
+    )
+    args = words.parse_args()
+    figures = run(args.rounds, args.groups, Console(stderr=True))
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(table(figures))
+        show(table(figures))
         word = "ok  " if figures["within_limit"] else "over"
         worst = figures["worst_median_at_largest_s"] * 1e3
-        console.print(f"{word} {worst:.1f} ms a group at most on the largest system (limit 50)")
+        show(f"{word} {worst:.1f} ms a group at most on the largest system (limit 50)")
     return 0 if figures["within_limit"] else 1
 
 

@@ -11,7 +11,6 @@ counted message by message on the same links.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -19,8 +18,9 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.options import parser, several, whole
+from bench.printing import show
 from xcoll.algorithms import ALGORITHMS, build, direct, hierarchical, tree
 from xcoll.costmodel import Pricer, operands
 from xcoll.plan import Span, Stage
 from xcoll.policy import Choice
+from xcoll.printing import plain_table
 from xcoll.proof import prove
 from xcoll.schedule import NativeStep, PermuteStep, Schedule
 from xcoll.simulate import simulate
 from xcoll.topology import Topology
 
-RANKS = (2, 3, 4, 7, 8, 16, 32, 64)
+RANKS = "2,3,4,7,8,16,32,64"
 PAYLOAD_BYTES = 1 << 20
 """Bytes of the full payload: of an all-reduce's operand, of what an all-gather ends with."""
 
@@ -131,7 +136,7 @@ def measure(choice: Choice, collective: str, num_ranks: int, rounds: int) -> Row
     }
 
 
-def run(ranks: tuple[int, ...], name: str | None, rounds: int, console: Console) -> Row:
+def run(ranks: Sequence[int], name: str | None, rounds: int, console: Console) -> Row:
     """Measures everything; returns the figures, with the machine they are from."""
     todo = [
         (choice, collective, n)
@@ -159,17 +164,15 @@ def run(ranks: tuple[int, ...], name: str | None, rounds: int, console: Console)
 
 def table(figures: Row) -> Table:
     """Lays the figures out for people."""
-    out = Table(
-        title=f"{figures['machine']}; Python {figures['python']}; numpy {figures['numpy']};"
+    out = plain_table(
+        f"{figures['machine']}; Python {figures['python']}; numpy {figures['numpy']};"
         f" payload {figures['payload_bytes'] >> 20} MiB, hosts at 1 Gbit/s;"
-        f" {figures['rounds']} rounds, median [quartiles]",
-        title_justify="left",
+        f" {figures['rounds']} rounds, times in ms, median \\[quartiles]"
     )
     for name in ("algorithm", "collective"):
         out.add_column(name)
-    for name in ("ranks", "steps", "bytes/fewest", "proof, ms", "predicted, ms", "simulated, ms"):
+    for name in ("ranks", "steps", "bytes / fewest", "proof", "predicted", "simulated", "ratio"):
         out.add_column(name, justify="right")
-    out.add_column("ratio", justify="right")
     before = None
     for row in figures["schedules"]:
         key = (row["algorithm"], row["collective"])
@@ -192,22 +195,17 @@ def table(figures: Row) -> Table:
 
 def main() -> int:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="at least 2 each")
-    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), help="only this one")
-    parser.add_argument("--rounds", type=int, default=5, help="timed proofs of a schedule")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    ranks = tuple(int(n) for n in args.ranks.split(","))
-    if min(ranks) < 2 or args.rounds < 2:
-        parser.error("--ranks and --rounds must be at least 2")
-    figures = run(ranks, args.algorithm, args.rounds, Console(stderr=True))
+    words = parser(__doc__, rounds=5, fewest=2)
+    add = words.add_argument
+    add("--ranks", type=several(whole(2)), default=RANKS, metavar="N,...", help="of a schedule")
+    add("--algorithm", choices=tuple(ALGORITHMS), metavar="NAME",
+        help=f"only this one of {', '.join(ALGORITHMS)}")  # fmt: skip
+    args = words.parse_args()
+    figures = run(args.ranks, args.algorithm, args.rounds, Console(stderr=True))
     if args.json:
         print(json.dumps(figures, indent=1))
     else:
-        # Into a file or a pipe, rich would fold the table to 80 columns.
-        console = Console()
-        Console(width=max(console.width, 150)).print(table(figures))
+        show(table(figures), width=150)
     return 0
 
 

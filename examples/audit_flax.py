@@ -52,11 +52,19 @@ def audited(topology: str, axes: dict[str, int], config: Config) -> hlo.Audit:
 def main() -> int:
     """Prints an audit for each system."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--topology", choices=SYSTEMS, help="one of them (default: both)")
-    parser.add_argument("--layers", type=int, default=Config.layers, help="blocks of the model")
-    parser.add_argument("--timeline", type=Path, help="directory for files that Perfetto shows")
+    parser.add_argument("--topology", choices=SYSTEMS, help="one of them (both)")
+    parser.add_argument("--layers", type=int, default=Config.layers, metavar="N",
+                        help="blocks of the model (%(default)s)")  # fmt: skip
+    parser.add_argument("--timeline", type=Path, metavar="DIR", help="for what Perfetto shows")
     parser.add_argument("--json", action="store_true", help="print the audits as JSON, one a line")
     options = parser.parse_args()
+    if options.layers < 1:
+        parser.error(f"--layers {options.layers}: must be at least 1")
+    if options.timeline:  # before minutes of compiling
+        try:
+            options.timeline.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            parser.error(f"--timeline {options.timeline}: {err.strerror}")
     config = Config(layers=options.layers)
     out, progress = Console(), Console(stderr=True)
     for topology in [options.topology] if options.topology else SYSTEMS:
@@ -67,7 +75,6 @@ def main() -> int:
         else:
             out.print(found, "", highlight=False, markup=False)
         if options.timeline:
-            options.timeline.mkdir(parents=True, exist_ok=True)
             name = topology.replace("*", "x").replace(":", "-")
             found.timeline(options.timeline / f"{name}.json")
     return 0

@@ -223,9 +223,12 @@ def write(figures: dict[str, Any], out: Path, console: Console, *, as_json: bool
         lm_figures.plot(figures, out / "loss.png")
         figures["plot"] = str(out / "loss.png")
     else:
-        console.print("no curves: matplotlib is not installed; pip install 'jax-xcoll[bench]'")
+        console.print(
+            "no curves: matplotlib is not installed; pip install 'jax-xcoll[bench]'", markup=False
+        )
     path = out / "summary.json"
     write_text(path, json.dumps(figures, indent=1) + "\n")
-    console.print(f"wrote {path}" + (f" and {figures['plot']}" if figures["plot"] else ""))
+    plot = f" and {figures['plot']}" if figures["plot"] else ""
+    console.print(f"wrote {path}{plot}", markup=False)
     if as_json:
         print(json.dumps(figures))

@@ -40,15 +40,23 @@ class _Parser(argparse.ArgumentParser):
         fail(message)
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Tells the default of each option that takes something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        has_default = action.nargs != 0 and action.default is not None
+        return f"{action.help} (%(default)s)" if has_default else action.help
+
+
 def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     """Parses the command line; exits with code 2 where it asks for something impossible."""
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = _Parser(description=description, allow_abbrev=False, formatter_class=_Defaults)
     positive = _whole(1)
     parser.add_argument(
         "--mesh", type=_converted(parse_mesh), help="mesh axes, for example host=2,device=4"
     )
     parser.add_argument(
-        "--virtual-devices", type=positive, help="split the CPU into this many devices"
+        "--virtual-devices", type=positive, metavar="N", help="split the CPU into this many devices"
     )
     parser.add_argument(
         "--distributed",
@@ -88,26 +96,48 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
     parser.add_argument(
         "--max-ratio",
         type=_converted(_number),
+        metavar="PART",
         help="fail where the compressed step sends more than this part of the exact one's bytes",
     )
     parser.add_argument("--fsdp", action="store_true", help="keep parameters in shards")
-    parser.add_argument("--steps", type=positive, default=40)
-    parser.add_argument("--batch", type=positive, default=16, help="sequences a step, in all")
-    parser.add_argument("--seq-len", type=positive, default=128, help="bytes a sequence")
+    parser.add_argument("--steps", type=positive, default=40, metavar="N", help="of each run")
     parser.add_argument(
-        "--lr", type=_converted(_number), default=1e-3, help="learning rate of AdamW"
+        "--batch", type=positive, default=16, metavar="N", help="sequences a step, in all"
     )
-    parser.add_argument("--seed", type=_whole(0, 2**31 - 1), default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/train_lm"))
-    parser.add_argument("--dim", type=_whole(1, step=Config.heads), default=256, help="width")
-    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument(
+        "--seq-len", type=positive, default=128, metavar="N", help="bytes a sequence"
+    )
+    parser.add_argument(
+        "--lr", type=_converted(_number), default=1e-3, metavar="RATE", help="of AdamW"
+    )
+    parser.add_argument(
+        "--seed", type=_whole(0, 2**31 - 1), default=0, metavar="N", help="of parameters and text"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/train_lm"),
+        metavar="DIR",
+        help="for what is measured",
+    )
+    parser.add_argument(
+        "--dim",
+        type=_whole(1, step=Config.heads),
+        default=256,
+        metavar="N",
+        help="width of the model",
+    )
+    parser.add_argument("--layers", type=positive, default=4, metavar="N", help="of the model")
     parser.add_argument(
         "--target-loss",
         type=_converted(_number),
+        metavar="LOSS",
         help="with --distributed: the loss that time is taken to; the lowest that all reach",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="with --distributed: a small model and few steps"
+        "--quick",
+        action="store_true",
+        help="with --distributed: a small model and few steps, unless said otherwise",
     )
     parser.add_argument(
         "--json", action="store_true", help="with --distributed: figures to standard output"
@@ -121,7 +151,7 @@ def arguments(argv: list[str] | None, description: str) -> argparse.Namespace:
         for option in ("target_loss", "quick", "json"):
             if getattr(args, option) and not args.variants:
                 raise ValueError(
-                    f"--{option.replace('_', '-')}: of the variants that --distributed trains"
+                    f"--{option.replace('_', '-')}: is for the variants that --distributed trains"
                     + (f"; {' and '.join(one)} compares one step" if one else "")
                 )
         args.compression = compression(args.codec, args.compressor, args.error_feedback)

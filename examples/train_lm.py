@@ -54,6 +54,7 @@ from lm_options import arguments, fail, read_topology, settings
 from rich.console import Console
 
 import xcoll
+from xcoll.streams import python_alone
 
 Tree = Any
 
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     """Trains in each way and compares; returns 1 where they do not agree."""
     args = arguments(argv, (__doc__ or "").splitlines()[0])
     mesh, hosts = set_up(args)
-    with hosts:  # names a process that is lost in all others
+    with python_alone(), hosts:  # which names a process that is lost in all others
         return train(args, mesh)
 
 

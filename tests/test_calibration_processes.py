@@ -35,7 +35,7 @@ def tuned(tmp_path_factory):
     )
     took_s = time.monotonic() - start
     assert ran.returncode == 0, ran.stderr + ran.stdout
-    return json.loads(ran.stdout[ran.stdout.index("{") :]), profile, took_s, folder
+    return json.loads(ran.stdout), profile, took_s, folder
 
 
 def test_the_budget_holds_for_all_processes(tuned):

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
-    ("errors", "files", "units", "printing", "_compat"),
+    ("errors", "files", "streams", "units", "printing", "_compat"),
     ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware", "hosts"),
     ("schedule", "proof", "plan", "ranks"),
     (

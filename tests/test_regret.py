@@ -269,8 +269,8 @@ def test_the_report_says_what_it_is_made_of_and_what_is_missing():
         "5 plans of 1 cases were timed; 1 are the program of another",
         "not timed: 2 plans predicted over 4 times slower than the best",
         "not timed: 1 plans that the planner may not choose",
-        "no time left for 2 cases, 2x4 at 200mbit: all_reduce of 4 MiB, 64 MiB",
-        "no time left for any of the 1 cases, 4x4 at 200mbit",
+        "not measured: 2 cases, 2x4 at 200mbit: all_reduce of 4 MiB, 64 MiB",
+        "not measured: any of the 1 cases, 4x4 at 200mbit",
         "a note",
     ):
         assert line in text.splitlines()
@@ -290,8 +290,9 @@ def test_the_picture(tmp_path):
         (["--mesh", "8"], "'8' is no mesh"),
         (["--mesh", "1x4"], "two hosts or more"),
         (["--size", "4095"], "multiples of 4 KiB"),
+        (["--profile", "none.json"], "no file 'none.json'"),
         (["--mesh", "3x1"], "3 devices have to get as many elements each"),
-        (["--profile", "p.json"], "a profile is of one mesh and rate, and there are 6"),
+        (["--profile", __file__], "a profile is of one mesh and rate, and there are 6"),
     ],
 )
 def test_what_cannot_be_asked_for_is_said(words, message, capsys):

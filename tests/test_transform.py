@@ -308,6 +308,16 @@ def test_donation_static_and_keyword_arguments():
     assert z.is_deleted() and again.reports[-1].rewritten
 
 
+def test_a_jitted_function_inside_a_wrapper_is_not_taken_for_the_whole():
+    """`jax.shard_map` gives what it returns the attributes of the function that it maps."""
+    mapped = shard(jax.jit(lambda v: lax.psum(v, AXES)), True, out_specs=P())
+    x = np.arange(16, dtype=np.float32)
+    for fn in (xcoll.optimize(mapped), jax.jit(xcoll.optimize(mapped))):
+        np.testing.assert_array_equal(fn(x), [56, 64])
+    assert xcoll.explain(mapped, x).summary() == "1 collective, 0 rewritten, 1 kept"
+    assert xcoll.check_plan(mapped, x).is_equal
+
+
 def test_shardings_of_a_jitted_function_stay():
     mesh = mesh_2x4()
     split = jax.NamedSharding(mesh, P(AXES))

@@ -220,7 +220,8 @@ def test_jobs_are_each_cluster_at_each_rate_and_survive_json(tmp_path):
 def test_quick_is_one_cluster_and_small_messages():
     large, small = jobs(parsed(["--quick", "--rate", "50mbit"]))
     assert (large.cluster, large.payloads_bytes) == ((2, 4, 50_000_000), (16 * MIB,))
-    assert large.collectives == ("psum",) and small.hosts == 4
+    assert large.collectives == ("psum", "psum_scatter", "all_gather", "all_to_all")
+    assert small.collectives == ("psum",) and small.hosts == 4
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,9 @@ def test_quick_is_one_cluster_and_small_messages():
         (["--payload", "2"], "at least one float32"),
         (["--collective", "psum,sum"], "all_to_all"),
         (["--torch-python", "/no/such/python"], "no such program"),
+        (["--rounds", "0"], "of at least 1, not '0'"),
+        (["--profile", "none.json"], "no file 'none.json'"),
+        (["--json", "/proc/none/figures.json"], "No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_said(words, said, capsys):

@@ -190,7 +190,8 @@ def _directory(module: str) -> str:
 
 def is_jitted(fn: Any) -> bool:
     """Returns whether `jit_options` can read how a function was jitted (by `jax.jit` itself)."""
-    return hasattr(fn, "_jit_info")
+    # What wraps a jitted function (`jax.shard_map` does) has its attributes, but not its type.
+    return isinstance(fn, type(jax.jit(lambda: None))) and hasattr(fn, "_jit_info")
 
 
 def register_in_checkify(call_primitive: Any) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.cluster.commands import ClusterError
@@ -13,6 +12,7 @@ from bench.cluster.launch import Settings, run
 from bench.cluster.network import MOST_HOSTS
 from bench.cluster.quantities import parse_duration, parse_rates
 from bench.cluster.report import say
+from bench.options import Parser, converted, whole
 
 CANT = 125
 """The exit code where the hosts can't be made."""
@@ -54,44 +54,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CANT
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m bench.cluster",
         usage="%(prog)s [OPTION...] -- python SCRIPT ARGS...",
-        allow_abbrev=False,
         description="Runs a script on several hosts of one machine, each a network namespace. It"
         " joins the others with jax.distributed.initialize(), without arguments; `python` is the"
         " interpreter that runs this. The first host's output is printed; the exit code is the"
         " worst of all. Needs root and iproute2.",
     )
     add = parser.add_argument
-    add("--hosts", type=_count(MOST_HOSTS), default=2, metavar="N", help="hosts (2)")
-    add("--devices", type=_count(_MOST_DEVICES), default=4, metavar="N", help="devices of each (4)")
+    add("--hosts", type=whole(1, MOST_HOSTS), default=2, metavar="N", help="hosts (2)")
+    add(
+        "--devices",
+        type=whole(1, _MOST_DEVICES),
+        default=4,
+        metavar="N",
+        help="devices of each (4)",
+    )
     add("--rate", default="", metavar="RATE[,RATE...]", help="of all links, or of each host's:"
         " 200mbit, 1.5gbit, 64kbit; without it they have no limit")  # fmt: skip
     add("--congestion", default="", metavar="NAME", help="TCP's: reno, bbr, cubic, where allowed")
     add("--loopback", action="store_true", help="plain processes, without root and any limit")
-    add("--timeout", type=_duration, metavar="TIME", help="end all after this: 300s, 5min")
-    add("--grace", type=_duration, default=30.0, metavar="TIME",
+    add(
+        "--timeout",
+        type=converted(parse_duration),
+        metavar="TIME",
+        help="end all after this: 300s, 5min",
+    )
+    add("--grace", type=converted(parse_duration), default=30.0, metavar="TIME",
         help="how long the others may still run after one has failed (30s)")  # fmt: skip
     add("--logs", type=Path, metavar="DIR", help="keep the output of the other hosts here")
     return parser
-
-
-def _count(most: int) -> Callable[[str], int]:
-    def count(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most}")
-        return int(text)
-
-    return count
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError as err:
-        raise argparse.ArgumentTypeError(str(err)) from err
 
 
 if __name__ == "__main__":

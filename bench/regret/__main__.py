@@ -46,11 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for setting in settings:
         if any(size // 4 % setting.ranks for size in args.sizes):
             words.error(f"--size: {setting.ranks} devices have to get as many elements each")
-    args.out = args.out or args.default_out
     file = args.out / "results.json"
     if not args.report and (reason := requirements.lacking()):
         print(f"bench.regret: {reason}", file=sys.stderr)
         return CANT
+    if not args.report:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            words.error(f"--out {args.out}: {err.strerror}")
     if args.fresh and not args.report:
         for old in (file, *args.out.glob("profile-*.json")):
             old.unlink(missing_ok=True)
@@ -59,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as err:
         words.error(f"{err}; start anew with --fresh")
     code = 0 if args.report else _measure(args, settings, file)
+    if code == CANT and not file.exists():
+        return code
     wanted = [case for setting in settings for case in cases(setting, args.collectives, args.sizes)]
     kept = [result for result in results.read(file) if result.case in wanted]
     done = {result.case for result in kept}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.cluster.quantities import parse_duration, parse_rate
+from bench.options import Parser, converted, file
 from bench.regret.grid import COLLECTIVES, SIZES
 from xcoll.units import read_bytes
 
@@ -18,61 +16,45 @@ _QUICK = {
     "budget": 105.0,
     "tune_budget": 12.0,
     "fresh": True,
-    "default_out": Path("runs/regret-quick"),
+    "out": Path("runs/regret-quick"),
 }
 """Two minutes of it: what `make bench` runs."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Returns what reads the command line."""
-    words = argparse.ArgumentParser(
+    words = Parser(
+        _QUICK,
         prog="python -m bench.regret",
-        allow_abbrev=False,
         description="Times every plan that the planner considers for a grid of collectives, sizes,"
         " meshes and rates, and says what its choices cost. Needs root and iproute2. What is"
         " measured is kept, and a later run goes on from there.",
     )
     add = words.add_argument
-    add("--budget", type=_read(parse_duration), default=1200.0, metavar="TIME",
+    add("--budget", type=converted(parse_duration), default=1200.0, metavar="TIME",
         help="all is done in about this time: 20min (the default), 90s; cases that it is too short"
         " for are left out and named")  # fmt: skip
-    add("--mesh", dest="meshes", type=_read(_mesh), nargs="+", default=[(2, 4), (4, 2)],
+    add("--mesh", dest="meshes", type=converted(_mesh), nargs="+", default=[(2, 4), (4, 2)],
         metavar="HOSTSxDEVICES", help="2x4 4x2")  # fmt: skip
-    add("--rate", dest="rates", type=_read(parse_rate), nargs="+", metavar="RATE",
+    add("--rate", dest="rates", type=converted(parse_rate), nargs="+", metavar="RATE",
         default=[parse_rate(rate) for rate in ("50mbit", "200mbit", "1gbit")],
         help="50mbit 200mbit 1gbit")  # fmt: skip
-    add("--collective", dest="collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
-    add("--size", dest="sizes", type=_read(_size), nargs="+", default=SIZES, metavar="SIZE",
+    add("--collective", dest="collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES,
+        metavar="NAME", help=" ".join(COLLECTIVES))  # fmt: skip
+    add("--size", dest="sizes", type=converted(_size), nargs="+", default=SIZES, metavar="SIZE",
         help="of operand or result, the larger: 4KiB 64KiB 1MiB 4MiB 16MiB 64MiB")  # fmt: skip
     add("--congestion", default="reno", metavar="NAME", help="TCP's congestion control (reno)")
-    add("--profile", type=Path, metavar="FILE",
+    add("--profile", type=file, metavar="FILE",
         help="plan from this; by default one is measured for each cluster")  # fmt: skip
-    add("--tune-budget", type=_read(parse_duration), default=60.0, metavar="TIME",
+    add("--tune-budget", type=converted(parse_duration), default=60.0, metavar="TIME",
         help="for measuring each profile (60s)")  # fmt: skip
-    add("--out", type=Path, metavar="DIR",
+    add("--out", type=Path, default=Path("runs/regret"), metavar="DIR",
         help="results, profiles and the picture (runs/regret, runs/regret-quick)")  # fmt: skip
     add("--fresh", action="store_true", help="forget what is there, profiles too")
-    words.set_defaults(default_out=Path("runs/regret"))
     add("--report", action="store_true", help="measure nothing, report what is there")
-    add("--quick", action=_Quick, nargs=0, help="a part of the grid in about two minutes")
+    add("--quick", action="store_true", help="a part of the grid in about two minutes")
     add("--json", action="store_true", help="the figures as JSON")
     return words
-
-
-class _Quick(argparse.Action):
-    def __call__(self, parser: Any, namespace: argparse.Namespace, *_: Any) -> None:
-        for name, value in _QUICK.items():
-            setattr(namespace, name, value)
-
-
-def _read(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as err:
-            raise argparse.ArgumentTypeError(str(err)) from err
-
-    return read
 
 
 def _mesh(text: str) -> tuple[int, int]:

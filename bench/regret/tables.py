@@ -191,7 +191,7 @@ def cases_left_out(left_out: Sequence[Case], begun: Collection[Setting]) -> list
     lines = []
     for setting, missing in by_setting.items():
         if setting not in begun:
-            lines.append(f"no time left for any of the {len(missing)} cases, {setting}")
+            lines.append(f"not measured: any of the {len(missing)} cases, {setting}")
             continue
         by_collective: dict[str, list[int]] = {}
         for case in missing:
@@ -200,7 +200,7 @@ def cases_left_out(left_out: Sequence[Case], begun: Collection[Setting]) -> list
             f"{collective} of {', '.join(readable_bytes(size) for size in sorted(sizes))}"
             for collective, sizes in by_collective.items()
         )
-        lines.append(f"no time left for {len(missing)} cases, {setting}: {'; '.join(parts)}")
+        lines.append(f"not measured: {len(missing)} cases, {setting}: {'; '.join(parts)}")
     return lines
 
 

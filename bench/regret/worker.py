@@ -6,7 +6,6 @@ Started by ``python -m bench.regret``, inside of `bench.cluster`.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
@@ -21,14 +20,13 @@ from bench.regret.considered import considered
 from bench.regret.grid import AXES, COLLECTIVES, SIZES, Setting, cases
 from bench.regret.measuring import estimate_s, measure
 from bench.timing import Meeting, machine
+from xcoll.streams import python_alone
 
 
 def main() -> int:
     """Measures what there is time for, and adds it to the file of results."""
     started_s = time.monotonic()
     args = _arguments()
-    # Gloo says there whom it is connected to; what is for the reader goes to stderr.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     jax.distributed.initialize()
     meeting = Meeting("regret")
     facts = machine(meeting)
@@ -83,4 +81,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with python_alone():
+        sys.exit(main())

@@ -29,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for job in jobs(options):
             found.append(measured(job, options.congestion, options.timeout))
+            if options.json:  # after each: a long run that is ended keeps what it has measured
+                write_json(options.json, {"version": 1, "clusters": found})
             for table in cluster_tables(found[-1]):
                 show(table)
             show("")
@@ -43,8 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdicts = [row["met"] for row in rows if row["met"] is not None]
         if verdicts:
             show(f"{sum(verdicts)} of {len(verdicts)} targets met")
-        if options.json:
-            write_json(options.json, {"version": 1, "clusters": found})
     return code
 
 

@@ -45,7 +45,7 @@ def measured(job: Job, congestion: str, timeout_s: float) -> dict[str, Any]:
       ClusterError: the hosts can't be made.
     """
     with tempfile.TemporaryDirectory(prefix="xcoll-wire-") as directory:
-        path, out, log = (Path(directory, name) for name in ("job.json", "out.json", "log"))
+        path, out = Path(directory, "job.json"), Path(directory, "out.json")
         path.write_text(job.to_json())
         settings = cluster.Settings(
             num_hosts=job.hosts,
@@ -56,10 +56,9 @@ def measured(job: Job, congestion: str, timeout_s: float) -> dict[str, Any]:
             timeout_s=timeout_s,
         )
         command = [sys.executable, "-m", "bench.wire.host", str(path), str(out)]
-        with _importable(), _stdout_to(log):
+        with _importable():
             code = cluster.run(command, settings)
         if code or not out.exists():
-            sys.stderr.write(log.read_text(errors="replace"))
             raise FailedError(code or 1)
         figures: dict[str, Any] = json.loads(out.read_text())
         return figures
@@ -76,17 +75,3 @@ def _importable() -> Iterator[None]:
         os.environ.pop("PYTHONPATH")
         if before is not None:
             os.environ["PYTHONPATH"] = before
-
-
-@contextlib.contextmanager
-def _stdout_to(path: Path) -> Iterator[None]:
-    """Keeps what the first host prints, Gloo's lines among it, from between the tables."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -22,6 +22,7 @@ from bench.timing import Meeting, machine, write_json
 from bench.wire.cells import Cell, measure
 from bench.wire.jobs import Job, read_job
 from bench.wire.programs import mesh_of
+from xcoll.streams import python_alone
 from xcoll.topology import Topology
 
 CHECKS = 1
@@ -122,4 +123,5 @@ def turns_shown(job: Job, num_peers: int, meeting: Meeting) -> Iterator[Callable
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with python_alone():
+        sys.exit(main())

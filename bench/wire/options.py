@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
 from bench.cluster.quantities import parse_duration, parse_rate
+from bench.options import Parser, converted, file, output_file, several, whole
 from bench.wire.bounds import COLLECTIVES
 from bench.wire.jobs import VARIANTS, Job, parse_cluster
 from xcoll.units import read_bytes
@@ -18,17 +19,15 @@ SMALL_CALLS = 50
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Returns the options; leaves with exit code 2 where one is wrong."""
-    parser = _parser()
-    if "--quick" in words:
-        parser.set_defaults(**_QUICK)
-    return parser.parse_args(words)
+    found: argparse.Namespace = _parser().parse_args(words)
+    return found
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """Returns what to measure: payloads on each cluster at each rate, then small messages."""
     common = {
         "loopback": options.loopback,
-        "profile": options.profile,
+        "profile": str(options.profile or ""),
         "tune_s": options.tune,
         "torch_python": options.torch_python,
         "mpi_python": options.mpi_python,
@@ -71,15 +70,14 @@ _QUICK = {
     "cluster": "2x4",
     "rate": "200mbit",
     "payload": "16MiB",
-    "collective": "psum",
     "rounds": 3,
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
+        _QUICK,
         prog="python -m bench.wire",
-        allow_abbrev=False,
         description="Times collectives on hosts with slow links: jax.lax, xcoll exact and with"
         " codecs between hosts, and other libraries beside them. Makes the hosts on this machine,"
         " which takes root and iproute2. Lists are separated by commas, and empty ones leave out.",
@@ -101,12 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         help="for small messages (200mbit)")  # fmt: skip
     add("--small-payload", type=_many(_bytes), default=",".join(map(str, SMALL_BYTES)),
         metavar="BYTES[,...]", help="of small messages (64 to 4096)")  # fmt: skip
-    add("--rounds", type=int, default=7, help="timed turns of each variant (7)")
-    add("--cell", type=parse_duration, default=120.0, metavar="TIME",
+    add("--rounds", type=whole(1), default=7, metavar="N",
+        help="timed turns of each variant (7)")  # fmt: skip
+    add("--cell", type=converted(parse_duration), default=120.0, metavar="TIME",
         help="fewer rounds, down to 3, where a payload would take longer (2min)")  # fmt: skip
     plan = parser.add_mutually_exclusive_group().add_argument
-    plan("--profile", default="", metavar="FILE", help="plan with what `xcoll tune` has measured")
-    plan("--tune", type=parse_duration, default=0.0, metavar="TIME",
+    plan("--profile", type=file, metavar="FILE", help="plan with what `xcoll tune` has measured")
+    plan("--tune", type=converted(parse_duration), default=0.0, metavar="TIME",
          help="calibrate each cluster first, and plan with that (else for its rate)")  # fmt: skip
     add("--torch-python", type=_program, default="", metavar="PATH",
         help="an interpreter with PyTorch, for torch.distributed with Gloo")  # fmt: skip
@@ -119,21 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--loopback", action="store_true",
         help="plain processes, without root and any limit: to try it out")  # fmt: skip
     add("--quick", action="store_true",
-        help="two minutes: psum of 16MiB on 2x4 at 200mbit, and small messages")  # fmt: skip
-    add("--timeout", type=parse_duration, default=4 * 3600.0, metavar="TIME",
+        help="three minutes: 16MiB on 2x4 at 200mbit, and small messages")  # fmt: skip
+    add("--timeout", type=converted(parse_duration), default=4 * 3600.0, metavar="TIME",
         help="end a cluster after this (4h)")  # fmt: skip
-    add("--json", type=Path, metavar="FILE", help="write the figures here too")
+    add("--json", type=output_file, metavar="FILE", help="write the figures here too")
     return parser
 
 
-def _many[T](parse: Callable[[str], T]) -> Callable[[str], list[T]]:
-    def several(text: str) -> list[T]:
-        try:
-            return [parse(part) for part in text.split(",") if part]
-        except ValueError as err:
-            raise argparse.ArgumentTypeError(str(err)) from err
-
-    return several
+_many = partial(several, fewest=0)
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:

@@ -19,14 +19,17 @@ from xcoll.hlo.comparing import compare
 from xcoll.hlo.result import Audit
 
 _DESCRIPTION = """\
-Compiles a program for hardware that need not be there, and shows every collective in it.
+Compiles a program for hardware that need not be there, and shows every
+collective in it.
 
-NAME is a function in PATH.py that takes a jax.sharding.Mesh (with Auto axes) and returns
-(fn, args): the function to audit, jitted or not, and the tuple of its arguments, for which
-jax.ShapeDtypeStruct with shardings will do. The file is run with __name__ set to
-"__audited__", and jax_platforms to "cpu": no accelerator is used or looked for.
+NAME is a function in PATH.py that takes a jax.sharding.Mesh (with Auto axes)
+and returns (fn, args): the function to audit, jitted or not, and the tuple of
+its arguments, for which jax.ShapeDtypeStruct with shardings will do. The file
+is run with __name__ set to "__audited__", and jax_platforms to "cpu": no
+accelerator is used or looked for.
 
-Exit code: 0; 1 if the budget is broken; 2 if something is wrong with what was given.
+Exit code: 0; 1 if the budget is broken; 2 if something is wrong with what was
+given.
 """
 
 

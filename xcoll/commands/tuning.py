@@ -18,12 +18,14 @@ from xcoll.commands.hardware import MOST_CPUS
 from xcoll.commands.usage import UsageError, read_axes, say, show
 from xcoll.errors import HostLostError, PlanMismatchError, StartError
 from xcoll.hosts.start import initialize
+from xcoll.streams import python_alone
 from xcoll.units import read_time
 
 _DESCRIPTION = """\
-Measures a mesh: permutes along each axis, one way and both; XLA's own collectives over each axis
-and over all, from 1 KiB to 64 MiB; and what a device does by itself. Fits the cost model to it,
-shows how far off the fit is, and writes a profile: xcoll.Topology.load(FILE, mesh) plans by it.
+Measures a mesh: permutes along each axis, one way and both; XLA's own
+collectives over each axis and over all, from 1 KiB to 64 MiB; and what a
+device does by itself. Fits the cost model to it, shows how far off the fit is,
+and writes a profile: xcoll.Topology.load(FILE, mesh) plans by it.
 
 Over several processes, each of them runs the same command with --distributed.
 """
@@ -59,7 +61,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        with contextlib.ExitStack() as run:
+        with python_alone(), contextlib.ExitStack() as run:
             return _tune(arguments, run)
     except (PlanMismatchError, StartError, HostLostError) as err:
         first, _, rest = str(err).partition("\n")
