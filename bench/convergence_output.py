@@ -134,5 +134,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
+    axes[0].set_title("by steps", size=9)
+    axes[1].set_title("by bytes sent between hosts", size=9)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -118,14 +118,16 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         means = smoothed(row["losses"])
         axes.plot(clock, row["losses"], color=f"C{number}", linewidth=0.6, alpha=0.35)
         axes.plot(clock[-len(means) :], means, color=f"C{number}", linewidth=1.6, label=name)
-    axes.axhline(figures["target_loss"], color="gray", linewidth=0.8, linestyle=":")
+    target = figures["target_loss"]
+    axes.axhline(target, color="gray", linewidth=0.8, linestyle=":", label=f"loss {target:.4g}")
     axes.set(
         xlabel="seconds of training steps, from the earliest start to the latest end of all hosts",
         ylabel=f"training loss, nats a byte (mean of {figures['smoothed']} steps)",
     )
     mesh = ", ".join(f"{axis}={size}" for axis, size in figures["settings"]["mesh"].items())
     axes.set_title(
-        f"{figures['parameters']:,} parameters; {mesh}; {figures['topology'].splitlines()[0]}",
+        f"Loss against the clock: {figures['parameters'] / 1e6:.2g} M parameters, {mesh}, planned"
+        f" for {figures['topology'].splitlines()[0]}",
         size=9,
     )
     axes.grid(alpha=0.3)

@@ -1,6 +1,7 @@
 """Calibration: fits by hand, the time given is kept, profiles are read, or refused with why."""
 
 import json
+import os
 import random
 import re
 import time
@@ -358,6 +359,10 @@ def test_what_is_no_text_or_not_there(mesh, tmp_path):
         Topology.load(path, mesh)
     with pytest.raises(FileNotFoundError, match="xcoll tune"):
         Topology.load(tmp_path / "none.json", mesh)
+    with pytest.raises(
+        OSError, match="Topology.load: can't be read: Is a directory; give the path"
+    ):
+        Topology.load(tmp_path, mesh)
     with pytest.raises(FileNotFoundError, match="no such profile"):
         xcoll.optimize(lambda x: x, topology=f"profile:{tmp_path / 'none.json'}")
 
@@ -402,6 +407,12 @@ def test_bad_budgets(mesh, budget_s, error):
         xcoll.tune(mesh, budget_s=budget_s)
 
 
+def test_a_mesh_without_devices_has_no_profile(mesh, tmp_path):
+    for wrong in (None, mesh.abstract_mesh):
+        with pytest.raises(TypeError, match="must be a jax.sharding.Mesh, with its devices"):
+            Topology.load(tmp_path / "none.json", wrong)
+
+
 def test_meshes_that_cannot_be_measured(mesh):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
     with pytest.raises(ValueError, match="no links"):
@@ -440,6 +451,46 @@ def test_the_command_writes_a_profile_and_shows_the_fit(mesh, tmp_path, capsys):
     for word in ("xcoll tune: host=2, device=2 of cpu", "step", "error", "worst", str(path)):
         assert word in shown
     assert Topology.load(path, mesh).measured
+
+
+def test_stopped_while_it_measures_it_leaves_no_file(tmp_path, monkeypatch, capsys):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("xcoll.calibration.tuning.fit", stopped)
+    arguments = ["tune", "--mesh", "a=2", "--virtual-devices", "8", "--budget", "1s"]
+    assert main([*arguments, "--out", str(tmp_path / "two.json")]) == 130
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.splitlines()[-1]) == ("", "xcoll: stopped by Ctrl-C")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["", "/dev/null/x.json", "/dev/null", "{file}/x.json"])
+def test_a_place_that_cannot_be_written_is_found_before_measuring(mesh, tmp_path, place):
+    (tmp_path / "file").write_text("kept")
+    out = place.format(file=tmp_path / "file")
+    told = []
+    with pytest.raises(OSError, match=f"tune: the profile can't be written to '{out}'.*--out FILE"):
+        xcoll.tune(mesh, budget_s=1, out=out, progress=lambda *what: told.append(what))
+    assert told == []
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_is_looked_at_before_measuring_is_not_changed(tmp_path):
+    (tmp_path / "old.json").write_text("kept")
+    profiles.prepare("tune", tmp_path / "old.json")
+    profiles.prepare("tune", tmp_path / "made" / "new.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["made", "old.json"]
+
+
+def test_a_pipe_is_written_to():
+    """As /dev/stdout is one in a shell's pipeline: a path that leads to no place of its own."""
+    reads, writes = os.pipe()
+    with open(reads) as pipe:
+        profiles.write(f"/proc/self/fd/{writes}", "all of it")
+        os.close(writes)
+        assert pipe.read() == "all of it"
 
 
 def test_a_failed_write_leaves_what_was_there(tuned, tmp_path, monkeypatch):

@@ -166,6 +166,7 @@ def test_a_process_is_known_by_its_id_and_its_start():
         (["--devices", "x", "--", "true"], "whole number from 1"),
         (["--rate", "1mbit,2mbit,3mbit", "--", "true"], "3 rates"),
         (["--rate", "fast", "--", "true"], "no rate"),
+        (["--rate", "", "--", "true"], "'' is no rate"),
         (["--timeout", "soon", "--", "true"], "no duration"),
         (["--loopback", "--rate", "1mbit", "--", "true"], "no --rate"),
         (["--", "no-such-program"], "no program"),
@@ -227,7 +228,7 @@ def test_a_script_joins_the_others_without_being_told_how(arguments, tmp_path, r
     ("script", "code", "says"),
     [
         ("exit 0", 0, []),
-        ("exit $((SLURM_PROCID * 2))", 4, ["host 1 ended with exit code 2"]),
+        ("exit $((SLURM_PROCID * 2))", 4, ["host 1 ended with exit code 2; it printed nothing\n"]),
         ("[ $SLURM_PROCID = 1 ] && kill -KILL $$; exit 0", 137, ["exit code 137 (SIGKILL)"]),
         ("[ $SLURM_PROCID = 0 ] && exit 3; sleep 99", 3, ["host 2 was ended"]),
     ],
@@ -237,6 +238,15 @@ def test_the_worst_exit_code_of_all(script, code, says):
     assert done.returncode == code
     for text in says:
         assert text in done.stderr
+
+
+def test_logs_that_cannot_be_kept_are_an_error_that_says_so():
+    done = launch("--loopback", "--logs", "/dev/null/logs", "--", "true")
+    assert (done.returncode, done.stdout) == (command_line.CANT, "")
+    assert done.stderr == (
+        "cluster: --logs /dev/null/logs: Not a directory; give a directory, or one that can be"
+        " made\n"
+    )
 
 
 def test_the_first_hosts_output_is_not_touched():

@@ -1,11 +1,13 @@
 """How processes meet and watch each other, in threads of one process; see test_faults.py."""
 
+import errno
 import queue
 import re
 import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from xcoll.errors import StartError
@@ -15,6 +17,7 @@ from xcoll.hosts.joining import join
 from xcoll.hosts.lines import Line
 from xcoll.hosts.members import Member
 from xcoll.hosts.relay import Relay
+from xcoll.hosts.start import initialize
 from xcoll.hosts.watch import Watch
 
 BOUNDS = {
@@ -117,6 +120,54 @@ def test_who_does_not_come_is_named_to_all(listener):
         assert "process 2 (host 'box2', 127.0.0.1, pid 7)" in str(error)
 
 
+def test_of_very_many_the_first_are_named(listener):
+    start = time.monotonic()
+    found = meet(listener, member(0, 10**12), member(3, 10**12), timeout_s=0.5)
+    for error in found:
+        assert isinstance(error, StartError)
+        assert "processes 1, 2, 4, 5, 6, 7, 8, 9 and 999999999990 others of 10000" in str(error)
+    assert time.monotonic() - start < 10
+
+
+def test_a_problem_that_shows_late_is_said(listener):
+    """More so than that others are missing: here after half of the time."""
+    found = together(
+        lambda: meeting.Meeting(member(0, 3), listener).hold(0.8),
+        lambda: time.sleep(0.4) or join(member(1, 2), address(listener), timeout_s=5, silence_s=5),
+    )
+    assert all("don't agree on num_processes" in str(error) for error in found), found
+
+
+class Full:
+    """A socket that listens, and takes three connections before a descriptor has to go."""
+
+    def __init__(self, listener):
+        self.listener, self.calls = listener, 0
+
+    def __getattr__(self, name):
+        return getattr(self.listener, name)
+
+    def accept(self):
+        self.calls += 1
+        if self.calls == 4:
+            raise OSError(errno.EMFILE, "too many open files")
+        return self.listener.accept()
+
+
+def test_more_strangers_than_descriptors(listener):
+    """Those go that have not said who they are."""
+    strangers = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(3)]
+    come, joined = together(
+        lambda: meeting.Meeting(member(0), Full(listener)).hold(10.0),
+        lambda: join(member(1), address(listener), timeout_s=10.0, silence_s=5),
+    )
+    assert set(come) == {1}
+    for stranger in strangers:
+        with stranger:
+            assert stranger.recv(1) == b""
+    close(come, joined)
+
+
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x12\x04"])
 def test_another_program_on_the_port(listener, answer, monkeypatch):
     """Silent, of the web, or gRPC, as where a run is already going on."""
@@ -153,7 +204,7 @@ def test_a_port_that_becomes_free_is_taken(listener):
 
 
 def test_addresses():
-    with pytest.raises(ValueError, match="no port; write HOST:PORT"):
+    with pytest.raises(ValueError, match="no port from 1 to 65535; write HOST:PORT"):
         places.split("10.0.0.1")
     assert places.split("box:80") == ("box", 80)
 
@@ -292,6 +343,40 @@ def test_bounds_are_set_where_the_user_has_not(monkeypatch):
     assert jax.config.jax_enable_preemption_service == before
 
 
-def test_a_bound_that_is_none():
-    with pytest.raises(ValueError, match=r"initialize\(heartbeat_timeout_seconds=0\)"):
-        Bounds(**BOUNDS | {"heartbeat_timeout_seconds": 0})
+def test_part_of_a_second_is_no_zero():
+    environment: dict[str, str] = {"JAX_ENABLE_PREEMPTION_SERVICE": "1"}
+    Bounds(**BOUNDS | {"collective_timeout_seconds": 0.5}).apply(environment)
+    assert environment["XLA_FLAGS"] == "--xla_cpu_collective_timeout_seconds=1"
+
+
+@pytest.mark.parametrize("value", [0, -1, None, "5", True, float("nan"), float("inf")])
+def test_a_bound_that_is_none(value):
+    with pytest.raises(ValueError, match=r"initialize\(heartbeat_timeout_seconds=.*above 0; leave"):
+        Bounds(**BOUNDS | {"heartbeat_timeout_seconds": value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("box:1", 2, 2), r"\(num_processes=2, process_id=2\): ids run from 0"),
+        (("box:1", "2", 0), r"\(num_processes='2', process_id=0\): must be whole numbers"),
+        (("box:1", 2, 0.0), r"\(num_processes=2, process_id=0.0\): must be whole numbers"),
+        (("box", 2, 0), r"\(coordinator_address='box'\): no port from 1 to 65535"),
+        (("box:65536", 2, 0), r"\(coordinator_address='box:65536'\): no port from 1 to 65535"),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, says):
+    with pytest.raises(ValueError, match="initialize" + says):
+        initialize(*arguments)
+
+
+def test_an_address_to_listen_on_that_is_none():
+    with pytest.raises(ValueError, match=r"initialize\(coordinator_bind_address='box'\): no port"):
+        initialize("box:1", 2, 0, coordinator_bind_address="box")
+
+
+def test_numbers_of_numpy_are_numbers(listener):
+    """They can't be sent as they are; that nobody is there is found out with them."""
+    with pytest.raises(StartError, match="process 1 .* did not reach process 0"):
+        here = np.int64(1)
+        initialize("no.such.host.invalid:1", np.int64(2), here, initialization_timeout=0.1)

@@ -151,7 +151,7 @@ class Exchange:
         if missing := [other for other in self.others if other not in said]:
             raise TimeoutError(
                 f"agree({self.key!r}): process {self.here} waited {self.timeout_s:g} s, and"
-                f" {named(missing)} did not answer. Either"
+                f" {named(missing, len(missing))} did not answer. Either"
                 f" {'it has' if len(missing) == 1 else 'they have'} stopped or not got to this"
                 " program yet (give more time), or not all processes run the same program"
             )
@@ -183,7 +183,8 @@ def _mismatch(key: str, here: int, said: dict[int, tuple[str, str]]) -> str:
     for process_id in sorted(said):
         by_print.setdefault(said[process_id][0], []).append(process_id)
     parts = [
-        f"{named(ids)}: fingerprint {print_}\n{said[ids[0]][1]}" for print_, ids in by_print.items()
+        f"{named(ids, len(ids))}: fingerprint {print_}\n{said[ids[0]][1]}"
+        for print_, ids in by_print.items()
     ]
     return (
         f"agree({key!r}): the processes of this program plan it differently (this is process"

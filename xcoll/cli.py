@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -24,14 +25,17 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None takes those of the process.
 
     Returns:
-      The exit code: 0; 1 where a budget is broken; or 2 where the input was bad (one line on stderr
-      says how, below the traceback where a user's own file has failed).
+      The exit code: 0; 1 where a budget is broken; 130 on Ctrl-C; or 2 where the input was bad (one
+      line on stderr says how, below the traceback where a user's own file has failed).
     """
     try:
         arguments = _parser().parse_args(argv)
         return int(arguments.run(arguments))
     except SystemExit as stop:  # --help and --version
         return int(stop.code or 0)
+    except KeyboardInterrupt:
+        print("xcoll: stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
     except OverflowError as err:
         return _failed(f"too large a number to plan with: {err}")
     except UsageError as err:

@@ -180,8 +180,12 @@ class Topology:
           ValueError: it is no profile, or a corrupt one; it is of another mesh, or older than this
             jax or this format. The message says what differs.
         """
-        if getattr(mesh, "devices", None) is None:
-            raise TypeError(f"Topology.load(mesh={mesh!r}): must be a jax.sharding.Mesh")
+        from jax.sharding import Mesh
+
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"Topology.load(mesh={mesh!r}): must be a jax.sharding.Mesh, with its devices"
+            )
         content, system = profiles.load("Topology.load", path)
         profiles.check("Topology.load", path, system, mesh)
         try:

@@ -31,10 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [sys.executable, *command[1:]]
     elif shutil.which(command[0]) is None:
         parser.error(f"no program {command[0]!r} was found")
-    if options.loopback and (options.rate or options.congestion):
+    if options.loopback and (options.rate is not None or options.congestion):
         parser.error("--loopback has no network of its own: no --rate, no --congestion")
     try:
-        rates = parse_rates(options.rate, options.hosts) if options.rate else ()
+        rates = parse_rates(options.rate, options.hosts) if options.rate is not None else ()
     except ValueError as err:
         parser.error(f"--rate: {err}")
     settings = Settings(
@@ -72,7 +72,7 @@ def _parser() -> Parser:
         metavar="N",
         help="devices of each (4)",
     )
-    add("--rate", default="", metavar="RATE[,RATE...]", help="of all links, or of each host's:"
+    add("--rate", metavar="RATE[,RATE...]", help="of all links, or of each host's:"
         " 200mbit, 1.5gbit, 64kbit; without it they have no limit")  # fmt: skip
     add("--congestion", default="", metavar="NAME", help="TCP's: reno, bbr, cubic, where allowed")
     add("--loopback", action="store_true", help="plain processes, without root and any limit")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import processes
+from bench.cluster.commands import ClusterError
 from bench.cluster.environment import environment
 from bench.cluster.hosts import Hosts, StoppedError, loopback, namespaces
 from bench.cluster.report import failures, say
@@ -54,14 +55,19 @@ def run(command: Sequence[str], settings: Settings) -> int:
       124 if the time was over; 128 and its number if a signal stopped the launcher.
 
     Raises:
-      ClusterError: the hosts can't be made.
+      ClusterError: the hosts can't be made, or the directory of the logs.
     """
     with processes.Signals() as signals, contextlib.ExitStack() as files:
         logs = settings.logs
         if logs is None:
             logs = Path(tempfile.mkdtemp(prefix="xcoll-cluster-"))
             files.callback(shutil.rmtree, logs, ignore_errors=True)
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as err:
+            raise ClusterError(
+                f"--logs {logs}: {err.strerror}; give a directory, or one that can be made"
+            ) from err
         try:
             how, ended = _on_hosts(command, settings, logs, signals)
         except StoppedError:
@@ -100,7 +106,8 @@ def _on_hosts(
                     interrupted,
                 )
             )
-        say(f"{settings.num_hosts} hosts x {settings.num_devices} devices, {hosts.network}")
+        made = (_counted(settings.num_hosts, "host"), _counted(settings.num_devices, "device"))
+        say(f"{' x '.join(made)}, {hosts.network}")
         started: list[processes.Process] = []
         try:
             for host in range(settings.num_hosts):
@@ -115,6 +122,10 @@ def _on_hosts(
             asked = signal.SIGINT if signals.received == signal.SIGINT else signal.SIGTERM
             processes.end(started, asked)
     return how, started
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _start(

@@ -25,10 +25,14 @@ def failures(processes: Sequence[Process]) -> None:
     """Says which hosts failed or had to be ended, and the last that they printed."""
     for process in processes:
         if process.exit_code:
-            end = f"; its last lines, of {process.log}:" if process.log else ""
+            lines, end = "", ""
+            if process.log:
+                with contextlib.suppress(OSError):
+                    lines = last_lines(process.log)
+                end = f"; its last lines, of {process.log}:" if lines else "; it printed nothing"
             say(f"host {process.host} {_how(process)}{end}")
             with contextlib.suppress(OSError):
-                sys.stderr.write(last_lines(process.log) if process.log else "")
+                sys.stderr.write(lines)
                 sys.stderr.flush()
 
 

@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(summary(kept, left_out), indent=1))
     else:
         console = Console(width=None if sys.stdout.isatty() else 140)
-        console.print(report(kept, left_out, [picture]), markup=False, highlight=False)
+        console.print(
+            report(kept, left_out, filter(None, [picture])), markup=False, highlight=False
+        )
     return code
 
 

@@ -11,6 +11,9 @@ from bench.regret.figures import Point
 _COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """Told apart by the colour-blind too (Okabe and Ito)."""
 
+_NAMED = 3
+"""So many clusters the title names."""
+
 
 def scatter(all_points: Sequence[Point], path: Path) -> None:
     """Draws a point for each plan, with the diagonal and bands of 15 and 30 % around it.
@@ -24,6 +27,8 @@ def scatter(all_points: Sequence[Point], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    settings = dict.fromkeys(str(point.case.setting) for point in all_points)
+    clusters = ", ".join(settings) if len(settings) <= _NAMED else f"{len(settings)} clusters"
     figure, axis = pyplot.subplots(figsize=(7, 6.5), layout="constrained")
     times_ms = [1000 * time_s for p in all_points for time_s in (p.timed.median_s, p.predicted_s)]
     ends = [min(times_ms) / 1.5, max(times_ms) * 1.5]
@@ -31,7 +36,7 @@ def scatter(all_points: Sequence[Point], path: Path) -> None:
         low, high = ([end * factor for end in ends] for factor in (1 - limit, 1 + limit))
         label = f"within {limit:.0%}"
         axis.fill_between(ends, low, high, color="#000000", alpha=shade, linewidth=0, label=label)
-    axis.plot(ends, ends, color="#000000", linewidth=0.8)
+    axis.plot(ends, ends, color="#000000", linewidth=0.8, label="as predicted")
     by_kind = sorted(figures.grouped(all_points, lambda p: p.timed.kind).items())
     for number, (kind, group) in enumerate(by_kind):
         axis.scatter(
@@ -50,7 +55,7 @@ def scatter(all_points: Sequence[Point], path: Path) -> None:
         ylim=ends,
         xlabel="measured, ms",
         ylabel="predicted, ms",
-        title=f"{len(all_points)} plans",
+        title=f"Plans of collectives: {len(all_points)}, on {clusters}",
     )
     axis.set_aspect("equal")
     axis.grid(alpha=0.25)

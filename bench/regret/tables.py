@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from rich.console import Group
 from rich.table import Table
@@ -18,7 +18,7 @@ from xcoll.units import readable_bytes, readable_seconds
 _WORST = 10
 
 
-def report(results: Sequence[Result], left_out: Sequence[Case], notes: Sequence[str] = ()) -> Group:
+def report(results: Sequence[Result], left_out: Sequence[Case], notes: Iterable[str] = ()) -> Group:
     """Lays everything out for people.
 
     Args:
@@ -26,9 +26,10 @@ def report(results: Sequence[Result], left_out: Sequence[Case], notes: Sequence[
       left_out: the cases of the grid that were not.
       notes: lines that stand below.
     """
+    if not results:
+        return Group("nothing was measured", *cases_left_out(left_out, ()), *notes)
     head = [f"on {facts}" for facts in dict.fromkeys(result.machine for result in results)]
-    planned = dict.fromkeys(result.topology for result in results)
-    head.append(f"planned from {', '.join(planned)}" if planned else "nothing was measured")
+    head.append(f"planned from {', '.join(dict.fromkeys(result.topology for result in results))}")
     choices = list(figures.regrets(results))
     return Group(
         *head,

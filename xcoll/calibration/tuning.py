@@ -24,7 +24,7 @@ from xcoll.calibration.programs import Programs
 from xcoll.calibration.reading import read_calibration
 from xcoll.calibration.result import Calibration, Sample
 from xcoll.calibration.skeletons import skeleton
-from xcoll.hardware.profiles import System, default_path, write
+from xcoll.hardware.profiles import System, default_path, prepare, write
 from xcoll.units import readable_bytes
 
 Progress = Callable[[float, str], None]
@@ -73,7 +73,7 @@ def tune(
       PlanMismatchError: the processes called it with different meshes.
       HostLostError: a process is lost (`xcoll.initialize`).
       TimeoutError: a process did not come.
-      OSError: the profile can't be written.
+      OSError: the profile can't be written; found before anything is measured.
 
     Example:
       >>> import jax, tempfile
@@ -87,6 +87,8 @@ def tune(
     _check(mesh, budget_s)
     base = skeleton(mesh)
     system = System.of(mesh)
+    path = default_path(system) if out is None else out
+    prepare("tune", path)
     processes = agreement.participants(mesh)
     agreement.agree("xcoll.tune", system.fingerprint, str(system), processes)
     group = Group(processes, timeout_s=budget_s + 60)
@@ -100,7 +102,6 @@ def tune(
     )
     times = _measure(Programs(mesh), agenda, group, progress)
     samples = _samples(times, group)
-    path = default_path(system) if out is None else out
     text = ""
     if group.is_first:
         topology, terms = fit(base, found, samples)

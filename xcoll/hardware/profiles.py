@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from xcoll.files import write_text
+from xcoll.files import prepare_file, write_text
 from xcoll.records import read
 
 FORMAT = 1
@@ -91,6 +91,23 @@ class System:
             yield f"it was measured with jax {self.jax_version}, and this is {other.jax_version}"
 
 
+def prepare(call: str, path: str | os.PathLike[str]) -> None:
+    """Makes the directory of a profile, and sees that it can be written: measuring takes long.
+
+    Raises:
+      OSError: it can't.
+    """
+    try:
+        prepare_file(path)
+    except OSError as err:
+        place = os.fspath(path)
+        raise OSError(
+            err.errno,
+            f"{call}: the profile can't be written to {place!r}: {err.strerror}; say where with"
+            " --out FILE (out=)",
+        ) from None
+
+
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes the text of a profile, whole or not at all; makes its directory.
 
@@ -122,6 +139,9 @@ def load(call: str, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Syste
         text = Path(path).read_text("utf-8")
     except FileNotFoundError as err:
         raise FileNotFoundError(err.errno, f"there is no such profile; {FIX}", str(path)) from None
+    except OSError as err:
+        why = f"{call}: can't be read: {err.strerror}; give the path of a profile's file, or {FIX}"
+        raise OSError(err.errno, why, str(path)) from None
     except UnicodeDecodeError:
         raise ValueError(f"{where} is corrupt: it is no text; {FIX}") from None
     try:

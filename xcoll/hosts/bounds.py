@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -34,14 +35,18 @@ class Bounds:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"initialize({name}={value!r}): a number of seconds above 0")
+            known = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (known and 0 < value < math.inf):
+                raise ValueError(
+                    f"initialize({name}={value!r}): must be a number of seconds above 0; leave it"
+                    " out for the default"
+                )
 
     def apply(self, environment: MutableMapping[str, str] = os.environ) -> None:
         """Sets XLA's flag and jax's options, where the user has not."""
         flags = environment.get("XLA_FLAGS", "")
         if _COLLECTIVE_FLAG not in flags:
-            seconds = int(self.collective_timeout_seconds)
+            seconds = math.ceil(self.collective_timeout_seconds)
             environment["XLA_FLAGS"] = f"{flags} {_COLLECTIVE_FLAG}={seconds}".strip()
         if _PREEMPTION not in environment:
             # With the service on, SIGTERM no longer ends a process, and a program that does not

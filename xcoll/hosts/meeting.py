@@ -80,7 +80,7 @@ class Meeting:
         """
         start = time.monotonic()
         deadline = start + timeout_s
-        next_status, said = 0.0, None
+        next_status, said = 0.0, False
         problem, settled = None, deadline
         try:
             while True:
@@ -88,7 +88,7 @@ class Meeting:
                 now = time.monotonic()
                 if found := disagreement([self.me, *self.here.values()]):
                     if problem is None:
-                        settled = now + _SETTLE_S  # whoever else comes is named too
+                        settled = min(now + _SETTLE_S, deadline)  # who else comes is named too
                     problem = found
                     if now >= settled:
                         raise StartError(
@@ -99,14 +99,17 @@ class Meeting:
                     break
                 if now >= deadline:
                     raise StartError(self._missing(timeout_s))
-                if said is None and now >= start + SAY_S:
-                    said = self._absent()
+                if not said and now >= start + SAY_S:
+                    said = True
                     _logger.warning(
-                        "initialize: %s waits for %s, at most %g s", self.me, named(said), timeout_s
+                        "initialize: %s waits for %s, at most %g s",
+                        self.me,
+                        self._absent(),
+                        timeout_s,
                     )
                 if now >= next_status:
                     next_status = now + _STATUS_S
-                    self._tell(waiting=self._absent())
+                    self._tell(waiting=True)
         except StartError as error:
             self._tell(refused=str(error))
             self._leave()
@@ -122,7 +125,12 @@ class Meeting:
     def _listen(self, timeout_s: float) -> None:
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self.listener:
-                connection, (address, *_) = self.listener.accept()
+                try:
+                    connection, (address, *_) = self.listener.accept()
+                except OSError:  # it has gone again, or strangers have taken all descriptors
+                    for stranger in list(self._unknown):
+                        self._forget(stranger)
+                    continue
                 line = Line(connection)
                 self._unknown[line] = address.removeprefix("::ffff:")
                 self._selector.register(line, selectors.EVENT_READ)
@@ -144,15 +152,15 @@ class Meeting:
         self._unknown.pop(line, None)
         line.close()
 
-    def _absent(self) -> list[int]:
+    def _absent(self) -> str:
         come = {member.process_id for member in self.here.values()}
-        return sorted(set(range(1, self.me.num_processes)) - come)
+        others = range(1, self.me.num_processes)
+        return named((i for i in others if i not in come), len(others) - len(come))
 
     def _missing(self, timeout_s: float) -> str:
-        absent = self._absent()
         here = ", ".join(str(member) for member in (self.me, *self.here.values()))
         return (
-            f"initialize: {named(absent)} of {self.me.num_processes} did not come within"
+            f"initialize: {self._absent()} of {self.me.num_processes} did not come within"
             f" {timeout_s:g} s. Here: {here}. Start the missing ones, with this coordinator's"
             " address, or give more time (initialization_timeout=)"
         )

@@ -7,11 +7,13 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 PROTOCOL = 1
 """Of the messages between processes; another number is another version of this package."""
 
+_MOST_NAMED = 8
 _PACKAGES = ("jax", "jaxlib", "jax-xcoll")
 _KINDS = {
     "process_id": int,
@@ -99,14 +101,16 @@ def disagreement(members: Iterable[Member]) -> str | None:
     return None
 
 
-def named(process_ids: Iterable[int]) -> str:
-    """Writes numbers of processes.
+def named(process_ids: Iterable[int], count: int) -> str:
+    """Writes the numbers of so many processes: of very many the first ones, and no more is read.
 
-    >>> named([2]), named([0, 2])
-    ('process 2', 'processes 0, 2')
+    >>> named([2], 1), named([0, 2], 2), named(range(1, 10**9), 10**9 - 1)
+    ('process 2', 'processes 0, 2', 'processes 1, 2, 3, 4, 5, 6, 7, 8 and 999999991 others')
     """
-    numbers = sorted(process_ids)
-    return f"process{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    first = list(islice(process_ids, _MOST_NAMED))
+    others = count - len(first)
+    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    return f"process{'es' if count > 1 else ''} {', '.join(map(str, first))}{more}"
 
 
 def _version(package: str) -> str:

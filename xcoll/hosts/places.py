@@ -6,8 +6,8 @@ import errno
 import socket
 
 
-def split(address: str) -> tuple[str, int]:
-    """Returns the host and the port of an address.
+def split(address: str, argument: str = "coordinator_address") -> tuple[str, int]:
+    """Returns the host and the port of an address, given as an argument of `initialize`.
 
     >>> split("10.77.0.1:8476"), split("[::1]:8476")
     (('10.77.0.1', 8476), ('::1', 8476))
@@ -18,8 +18,8 @@ def split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(
-            f"initialize(coordinator_address={address!r}): no port; write HOST:PORT, for example"
-            " '10.0.0.1:8476'"
+            f"initialize({argument}={address!r}): no port from 1 to 65535; write HOST:PORT, for"
+            " example '10.0.0.1:8476'"
         )
     return host.removeprefix("[").removesuffix("]"), int(port)
 

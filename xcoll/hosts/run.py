@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ _OF_THE_NETWORK = (
     "gloo", "nccl", "unavailable", "deadline_exceeded", "connection", "timed out", "aborted",
     "cancelled", "coordination",
 )  # fmt: skip
+_STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")
 
 
 _current: Hosts | None = None
@@ -173,7 +175,7 @@ class Hosts:
         """Returns the loss that an error comes of, or None if it is the program's own."""
         if isinstance(error, HostLostError):
             return error
-        if not isinstance(error, jax.errors.JaxRuntimeError):
+        if not _is_of_jax(error):
             return None
         text = str(error).lower()
         if any(word in text for word in _OF_THE_NETWORK):
@@ -233,10 +235,11 @@ class Hosts:
         if verdict is None:
             return None
         ids = tuple(verdict.reasons)
+        lost = f"{named(ids, len(ids))} of {len(self.members)}"
         said = "; ".join(f"{self.members[i]}: {reason}" for i, reason in verdict.reasons.items())
         alone = " Or this host itself is cut off: it hears nobody." if verdict.alone else ""
         return HostLostError(
-            f"{named(ids)} of {len(self.members)} {'are' if len(ids) > 1 else 'is'} lost. {said}."
+            f"{lost} {'are' if len(ids) > 1 else 'is'} lost. {said}."
             f"{alone} (Seen by {self._me}.) The step that ran is lost in all processes, which all"
             " end. Start them again, from the last checkpoint",
             process_ids=ids,
@@ -252,6 +255,16 @@ class Hosts:
             self._finish()
         else:
             self._abandon("" if self._watch.verdict else _short(error))
+
+
+def _is_of_jax(error: BaseException) -> bool:
+    """Whether a program of jax failed while it ran.
+
+    Where a process has one device, XLA:CPU runs a small program in the thread that calls it, and
+    jax raises what failed as a plain `ValueError`: the name of a status and its message.
+    """
+    plain = type(error) is ValueError and _STATUS.match(str(error)) is not None
+    return plain or isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def _short(error: BaseException) -> str:

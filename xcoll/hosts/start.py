@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import os
 from typing import Any
 
@@ -67,6 +69,7 @@ def initialize(
         not agree on their number, ids or versions; in all processes that are there.
       HostLostError: at the end of the ``with`` block or inside (see `Hosts`).
       ValueError: an argument is missing or malformed.
+      RuntimeError: `jax.distributed` is already initialised, or jax's backends have started.
 
     Example:
       >>> import jax, xcoll
@@ -88,7 +91,10 @@ def initialize(
         stuck_timeout_seconds=stuck_timeout_seconds,
     )
     if jax.distributed.is_initialized():
-        raise RuntimeError("initialize: jax.distributed is already initialised; call this instead")
+        raise RuntimeError(
+            "initialize: jax.distributed is already initialised; call this once, and in place of"
+            " jax.distributed.initialize"
+        )
     address, count, here, device_ids = _compat.distributed_parameters(
         coordinator_address,
         num_processes,
@@ -121,7 +127,7 @@ def initialize(
             initialization_timeout=JAX_TIMEOUT_S,
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=JAX_TIMEOUT_S,
-            shutdown_timeout_seconds=int(shutdown_timeout_seconds),
+            shutdown_timeout_seconds=math.ceil(shutdown_timeout_seconds),
             **kwargs,
         )
 
@@ -138,6 +144,13 @@ def _checked(address: str | None, count: int | None, here: int | None) -> tuple[
             " coordinator_address='HOST:PORT', num_processes and process_id"
         )
     assert address is not None and count is not None and here is not None
+    try:
+        count, here = operator.index(count), operator.index(here)
+    except TypeError:
+        raise ValueError(
+            f"initialize(num_processes={count!r}, process_id={here!r}): must be whole numbers;"
+            " convert them with int()"
+        ) from None
     if not 0 <= here < count:
         raise ValueError(
             f"initialize(num_processes={count}, process_id={here}): ids run from 0 to"
@@ -159,7 +172,9 @@ def _meet(
             silence_s=bounds.heartbeat_timeout_seconds,
         )
         return members, {0: line}
-    listener = take_port(*places.split(bind), min(BUSY_S, bounds.initialization_timeout))
+    listener = take_port(
+        *places.split(bind, "coordinator_bind_address"), min(BUSY_S, bounds.initialization_timeout)
+    )
     come = Meeting(me, listener).hold(bounds.initialization_timeout)
     members = {0: me, **{i: member for i, (member, _) in sorted(come.items())}}
     return members, {i: line for i, (_, line) in come.items()}
