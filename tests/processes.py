@@ -10,11 +10,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_START = """
+import json, sys
+import jax
+
+here, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", count, here, initialization_timeout=60)
+results = {}
+"""
+_END = """
+print("RESULTS" + json.dumps(results), flush=True)
+jax.distributed.shutdown()
+"""
+
 
 def run(script: str, num_processes: int = 2, timeout_s: float = 120) -> list[dict[str, Any]]:
-    """Runs ``script`` with its number and a free port as arguments; all have ended on return.
+    """Runs ``script`` in processes of two devices that have joined; all have ended on return.
 
-    Each prints ``RESULTS`` and a JSON object on one line, and exits with 0.
+    It finds its number in ``here``, and leaves in ``results``, by name, what JSON can hold.
+
+    Returns:
+      What each process left.
     """
     port = _free_port()
     environment = {
@@ -24,7 +42,7 @@ def run(script: str, num_processes: int = 2, timeout_s: float = 120) -> list[dic
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(i), str(port)],
+            [sys.executable, "-c", _START + script + _END, str(i), str(port), str(num_processes)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -131,7 +131,9 @@ class Scope:
       count: executions per call of the program; None where not known (a while loop).
       source: ``file:line`` of the call around equations that show no user's line of their own.
       in_step: manual axes, in the mesh's order, along which all devices are sure to run the same
-        equations: none in between is in a branch or a loop whose turns are found as it runs.
+        equations: none in between is in a branch or a loop whose turns are found as it runs, but
+        for those whose condition is the same along an axis by its type.
+      is_typed: types say along which manual axes values vary (``check_vma=True``).
     """
 
     axis_sizes: tuple[tuple[str, int], ...] = ()
@@ -140,6 +142,7 @@ class Scope:
     count: int | None = 1
     source: str | None = None
     in_step: tuple[str, ...] = ()
+    is_typed: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Returns the manual axes' sizes by name."""
@@ -182,12 +185,16 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
         # Along its own axes, what stands around it is the same for all devices.
         own = manual - frozenset(scope.sizes())
         in_step = tuple(a for a in inner.sizes() if a in own or a in scope.in_step)
-        inner = replace(inner, in_step=in_step)
+        is_typed = eqn.params["check_vma"] and (scope.is_typed or not scope.axis_sizes)
+        inner = replace(inner, in_step=in_step, is_typed=is_typed)
     elif name == "scan":
         count = None if scope.count is None else scope.count * eqn.params["length"]
         inner = replace(inner, count=count)
     elif name == "while":
-        inner = replace(inner, count=None)
+        condition = eqn.params["cond_jaxpr"].outvars[0]
+        inner = replace(inner, count=None, in_step=_same_along(condition, scope))
+    elif name == "cond":
+        inner = replace(inner, in_step=_same_along(eqn.invars[0], scope))
     elif name == REGION:
         inner = replace(inner, source=_compat.source_line(eqn) or scope.source)
     for key, value in eqn.params.items():
@@ -197,6 +204,12 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
             for index, item in enumerate(value):
                 if isinstance(item, core.Jaxpr):
                     yield key, index, item, inner
+
+
+def _same_along(condition: Any, scope: Scope) -> tuple[str, ...]:
+    """Returns the axes in step along which a condition is the same, as its type says."""
+    varying = _compat.varying_axes(condition.aval)
+    return tuple(a for a in scope.in_step if scope.is_typed and a not in varying)
 
 
 def _manual_axes(params: Mapping[str, Any]) -> frozenset[str]:

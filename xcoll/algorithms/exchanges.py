@@ -11,9 +11,11 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from xcoll.algorithms.logarithmic import exchange, relative
 from xcoll.algorithms.steps import every, shift
-from xcoll.schedule import ClosedForm, Lane, PermuteStep, Phase, Schedule, Slots
+from xcoll.schedule import ClosedForm, Lane, Layout, PermuteStep, Phase, Schedule, Slots
 
 
 def pairwise_all_to_all(num_ranks: int) -> Schedule:
@@ -24,38 +26,32 @@ def pairwise_all_to_all(num_ranks: int) -> Schedule:
 
 def pairwise_reduce_scatter(num_ranks: int) -> Schedule:
     """Builds the pairwise reduce-scatter: ``n - 1`` steps of one share, added up by its owner."""
-    return Schedule(
-        algorithm="pairwise",
-        collective="reduce_scatter",
-        num_ranks=num_ranks,
-        num_slots=num_ranks,
-        steps=tuple(_to_owner(num_ranks, t) for t in range(1, num_ranks)),
-    )
+    return _scheduled("reduce_scatter", num_ranks, (_to_owner,))
 
 
 def pairwise_all_gather(num_ranks: int) -> Schedule:
     """Builds the pairwise all-gather: step ``t`` sends the own share to the rank ``t`` further."""
-    return Schedule(
-        algorithm="pairwise",
-        collective="all_gather",
-        num_ranks=num_ranks,
-        num_slots=num_ranks,
-        steps=tuple(_from_owner(num_ranks, t) for t in range(1, num_ranks)),
-        enter="own",
-    )
+    return _scheduled("all_gather", num_ranks, (_from_owner,), enter="own")
 
 
 def pairwise_all_reduce(num_ranks: int) -> Schedule:
     """Builds the pairwise all-reduce: the reduce-scatter, then the all-gather."""
+    return _scheduled("all_reduce", num_ranks, (_to_owner, _from_owner))
+
+
+def _scheduled(
+    collective: str,
+    num_ranks: int,
+    halves: tuple[Callable[[int, int], PermuteStep], ...],
+    enter: Layout = "full",
+) -> Schedule:
     return Schedule(
         algorithm="pairwise",
-        collective="all_reduce",
+        collective=collective,
         num_ranks=num_ranks,
         num_slots=num_ranks,
-        steps=(
-            *(_to_owner(num_ranks, t) for t in range(1, num_ranks)),
-            *(_from_owner(num_ranks, t) for t in range(1, num_ranks)),
-        ),
+        steps=tuple(half(num_ranks, t) for half in halves for t in range(1, num_ranks)),
+        enter=enter,
     )
 
 
