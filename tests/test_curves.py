@@ -70,6 +70,15 @@ def test_far_beyond_its_points_a_curve_goes_on_at_the_rate_of_the_links():
     assert at_least <= made.native_time_ps / 1e12 <= 1.2 * at_least
 
 
+def test_what_takes_no_time_at_all_is_kept():
+    over = [("all_reduce", tuple(AXES)), ("all_reduce", ("host",))]
+    over += [("reduce_scatter", ("device",)), ("all_gather", ("device",))]
+    free = [curve((0, 0), (KIB**3, 0), collective=c, axes=axes) for c, axes in over]
+    made = plan(request(8 * KIB), replace(HOSTS, measured=tuple(free)), Policy())
+    assert made.is_native and made.native_time_ps == 0
+    assert made.reason.endswith("is predicted not faster; 10 % are needed")
+
+
 def test_stages_are_priced_by_theirs():
     points = {
         "reduce_scatter": ((KIB, 100), (1025 * KIB, 1124)),

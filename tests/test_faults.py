@@ -102,8 +102,9 @@ def test_a_host_that_ends_is_named_at_once(tmp_path, fault, lost, code, says):
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_with_one_device_in_each_process_a_loss_is_the_same_error(tmp_path, fault):
-    """jax then runs a program in the thread that calls it, and raises another type of error."""
-    found = outcome(tmp_path, 2, "--devices", "1", fault={"1": fault}, wake={"0": 1})
+    """A small program then runs in the thread that calls it, and jax raises another type."""
+    asked = {"fault": {"1": fault}, "wake": {"0": 1}, "elements": 4}
+    found = outcome(tmp_path, 2, "--devices", "1", **asked)
     kind, message, process_ids, _ = found.results[0]
     assert (kind, process_ids) == ("HostLostError", [1]), message
     assert found.times_s[0] < SOON_S

@@ -1,12 +1,14 @@
 """Every implementation of the four operations gives the bits that plain NumPy gives.
 
-One suite for the reference and for the TPU and GPU kernels, which run in Pallas's interpreter.
+One suite for the reference, for its form for XLA:CPU, and for the TPU and GPU kernels, which run in
+Pallas's interpreter.
 """
 
 import doctest
 import functools
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +19,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 import xcoll_kernels
-from xcoll_kernels import gpu, reference, tiling, tpu
+from xcoll_kernels import cpu, gpu, reference, tiling, tpu
 
 RANKS = (1, 2, 3, 5, 8)
 NUM_BLOCKS = (1, 131)
@@ -25,6 +27,7 @@ NUM_BLOCKS = (1, 131)
 
 BLOCKS = {
     "reference": ((8, 256), (4, 64), (8, 1), (4, 2), (8, 96), (8, 384)),
+    "cpu": ((8, 256), (4, 64), (8, 1), (4, 2), (8, 97), (4, 100)),
     "tpu": ((8, 256), (4, 64), (8, 32), (8, 64), (8, 384), (4, 128), (4, 256), (4, 512)),
     "gpu": ((8, 256), (4, 64), (8, 32), (8, 1024), (4, 32), (4, 256), (4, 4096)),
 }
@@ -32,25 +35,27 @@ BLOCKS = {
 
 CASES = [(backend, *sizes) for backend, table in BLOCKS.items() for sizes in table]
 DEFAULTS = ((8, 256), (4, 64))
+XLA = {"reference": reference, "cpu": cpu}
+"""What is no kernel: XLA compiles it."""
 
 # Compiling for the interpreter takes its time: dtypes and numbers of ranks are crossed with the
-# default blocks; other blocks take them in turn. The reference, which is cheap, takes them all.
+# default blocks; other blocks take them in turn. What XLA runs, which is cheap, takes them all.
 DTYPE_CASES, RANK_CASES = (
     [
         (*case, value)
         for index, case in enumerate(CASES)
         for turn, value in enumerate(values)
-        if case[0] == "reference" or case[1:] in DEFAULTS or index % len(values) == turn
+        if case[0] in XLA or case[1:] in DEFAULTS or index % len(values) == turn
     ]
     for values in (cases.DTYPES, RANKS)
 )
-PLATFORM = {"reference": "cpu", "tpu": "tpu", "gpu": "cuda"}
+PLATFORM = {"reference": "rocm", "cpu": "cpu", "tpu": "tpu", "gpu": "cuda"}
 
 
 def call(backend, op, *args, **options):
     """Runs one implementation of an operation, compiled."""
-    if backend == "reference":
-        fn = jax.jit(functools.partial(getattr(reference, op), **options))
+    if backend in XLA:
+        fn = jax.jit(functools.partial(getattr(XLA[backend], op), **options))
     else:
         kernel = getattr({"tpu": tpu, "gpu": gpu}[backend], op)
         fn = jax.jit(
@@ -211,7 +216,7 @@ def test_what_the_table_tests_is_what_a_kernel_takes(backend, op):
         reason = xcoll_kernels.why_not(
             op, num_blocks=3, block=block, bits=bits, num_ranks=8, platform=PLATFORM[backend]
         )
-        assert (reason is None) == (backend != "reference"), reason
+        assert (reason is None) == (backend not in XLA), reason
 
 
 @pytest.mark.parametrize(
@@ -288,6 +293,22 @@ def test_kernels_are_chosen_by_platform_and_switched_off(platform):
     assert pallas_calls(platform=platform) == 1
     assert pallas_calls(platform=platform, kernels=False) == 0
     assert pallas_calls(platform="cpu") == 0
+
+
+@pytest.mark.parametrize(("bits", "block"), DEFAULTS)
+def test_on_cpu_no_loop_but_the_joins_divides_an_index_by_the_block(bits, block):
+    """A flat loop over blocks does not vectorise: codes and values keep the shape of blocks."""
+
+    def results(op, *args, **options):
+        fn = functools.partial(getattr(xcoll_kernels, op), bits=bits, platform="cpu", **options)
+        entry = jax.jit(fn).lower(*args).compile().as_text().split("ENTRY")[1]
+        return re.findall(r"= (\w+\[[\d,]*\])\S* fusion\(", entry)
+
+    byte = block * bits // 8
+    x = jnp.zeros((16 * block,))
+    codes, exponents = jnp.zeros((16, byte), jnp.int8), jnp.zeros(16, jnp.uint8)
+    assert f"s8[16,{byte}]" in results("quantize", x.reshape(16, block), limit=1.0)
+    assert f"f32[16,{8 // bits},{byte}]" in results("dequantize", codes, exponents, saturate=1.0)
 
 
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs an NVIDIA GPU")

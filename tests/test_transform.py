@@ -163,6 +163,8 @@ def test_same_numbers_and_gradients(program, check_vma):
     is_smooth = program in (in_jit, called_twice, in_remat, in_custom_jvp, in_custom_vjp, in_vmap)
     expected = jax.jit(fn)(x)
     gradient = jax.jit(jax.grad(weighted(fn)))(x) if is_smooth else None
+    # Hosts take different branches, or might: that is no place for permutes along devices.
+    is_apart = program is in_cond or (program is in_while and not check_vma)
     for algorithm in ALGORITHMS:
         ours = optimized(fn, algorithm)
         out = jax.jit(ours)(x)
@@ -170,6 +172,9 @@ def test_same_numbers_and_gradients(program, check_vma):
         assert jax.typeof(out) == jax.typeof(expected)
         report = ours.reports[-1]
         can_split = algorithm != "hierarchical" or any(len(s.axes) > 1 for s in report.sites)
+        if is_apart and algorithm in ("ring", "recursive_doubling"):
+            assert "need not share" in report.sites[0].kept_reason, algorithm
+            continue
         assert bool(report.rewritten) == can_split, algorithm
         if gradient is not None:
             np.testing.assert_array_equal(jax.jit(jax.grad(weighted(ours)))(x), gradient)

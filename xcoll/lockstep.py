@@ -50,15 +50,25 @@ class Lockstep:
             apart=tuple(axis for axis in manual if axis in differs or axis in self.apart),
         )
 
-    def in_shard_map(self, eqn: core.JaxprEqn, own: Collection[str]) -> Lockstep:
+    def in_shard_map(
+        self, eqn: core.JaxprEqn, around: Collection[str], manual: Iterable[str]
+    ) -> Lockstep:
         """Returns what is known in the body of a `jax.shard_map`.
 
-        Along its own axes, what stands around it is the same for all devices.
+        Along its own axes, what stands around it is the same for all devices. Its types say
+        nothing of axes around it where those are not checked.
 
         Args:
           eqn: the shard_map.
-          own: axes that it makes manual, in the mesh's order.
+          around: axes that are manual around it.
+          manual: those and its own, in the mesh's order.
         """
         return replace(
-            self, together=(*self.together, *own), is_typed=bool(eqn.params.get("check_vma"))
+            self,
+            together=tuple(a for a in manual if a not in around or a in self.together),
+            is_typed=bool(eqn.params["check_vma"]) and (self.is_typed or not around),
         )
+
+
+UNKNOWN = Lockstep()
+"""Nothing is known of what stands around."""

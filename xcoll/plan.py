@@ -273,28 +273,42 @@ def _check(plan: Plan) -> None:
             f"request: root {request.root} of {request.num_ranks} ranks, itemsize"
             f" {request.itemsize}; a root is one of the ranks, and an item at least a byte"
         )
+    if any(end >= request.num_ranks for pair in request.pairs for end in pair):
+        raise ValueError(f"request: pairs {request.pairs} of {request.num_ranks} ranks")
     if not plan.stages:
         raise ValueError("stages: a plan has at least one")
+    sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
     for stage in plan.stages:
         _known("stages", "collective", stage.collective, (*COLLECTIVES, "permute"))
         _check_choice(stage.choice)
-        span = stage.span
-        spans = [span, *([stage.beside] if stage.beside else [])]
-        numbers = [number for s in spans for number in (s.num_ranks, s.stride)]
-        if min(*numbers, *stage.dims, stage.num_chunks) < 1:
+        if min(*stage.dims, stage.num_chunks, 1) < 1:
+            raise ValueError(f"stages: {stage}: dims and numbers of chunks are at least 1")
+        if stage.dims and math.prod(stage.dims) != stage.span.num_ranks:
             raise ValueError(
-                f"stages: {stage}: numbers of ranks and chunks, and strides, are at least 1"
+                f"stages: {stage}: dims {stage.dims} make {math.prod(stage.dims)} ranks, and its"
+                f" span has {stage.span.num_ranks}"
             )
+        _check_span(stage, stage.span, sizes)
+        if stage.beside is not None:
+            _check_span(stage, stage.beside, {**sizes, **dict(request.in_step)})
     wire = (plan.wire_bytes, *(candidate.wire_bytes for candidate in plan.candidates))
     used = [
-        *(axis for stage in plan.stages for axis in stage.span.axes),
         *(axis for operation in plan.operations for axis in operation.axes),
         *(axis for pairs in wire for axis, _ in pairs),
     ]
     for axis in used:
         _known("plan", "axis", axis, request.axes)
-    for axis in (axis for stage in plan.stages if stage.beside for axis in stage.beside.axes):
-        _known("plan", "axis", axis, (*request.axes, *others))
+
+
+def _check_span(stage: Stage, span: Span, sizes: dict[str, int]) -> None:
+    for axis in span.axes:
+        _known("plan", "axis", axis, tuple(sizes))
+    ranks, block = math.prod(sizes[axis] for axis in span.axes), span.num_ranks * span.stride
+    if len(set(span.axes)) < len(span.axes) or min(ranks, block) < 1 or ranks % block:
+        raise ValueError(
+            f"stages: {stage}: {span} does not fit a mesh of {sizes}: each of its axes is named"
+            " once, and their ranks are whole blocks of num_ranks * stride"
+        )
 
 
 def _check_choice(choice: Choice) -> None:

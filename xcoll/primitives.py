@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from xcoll import _compat, agreement, marks
-from xcoll.lockstep import Lockstep
+from xcoll.lockstep import UNKNOWN, Lockstep
 from xcoll.meshes import Hardware
 from xcoll.policy import Policy
 from xcoll.report import Report
@@ -44,7 +44,7 @@ class Region:
     policy: Policy
     topology: Topology | str | None = None
     strict: str | None = None
-    lockstep: Lockstep = Lockstep()
+    lockstep: Lockstep = UNKNOWN
     sink: Callable[[Report], None] | None = None
 
 

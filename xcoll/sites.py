@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from xcoll import _compat
 from xcoll.barriers import barrier_p
 from xcoll.composites import COMPOSITES
-from xcoll.lockstep import Lockstep
+from xcoll.lockstep import UNKNOWN, Lockstep
 from xcoll.planner import PERMUTATION as PERMUTATION
 
 OPAQUE = frozenset({"pallas_call", "core_map", "custom_partitioning", "ffi_call", "xcoll_stages"})
@@ -133,7 +133,7 @@ class Scope:
     mesh: Any = None
     count: int | None = 1
     source: str | None = None
-    lockstep: Lockstep = Lockstep()
+    lockstep: Lockstep = UNKNOWN
 
     def sizes(self) -> dict[str, int]:
         """Returns the manual axes' sizes by name."""
@@ -172,8 +172,8 @@ def enter(eqn: core.JaxprEqn, scope: Scope) -> Iterator[tuple[str, int | None, c
         if scope.mesh is not None and not _is_concrete(mesh) and _is_concrete(scope.mesh):
             mesh = scope.mesh
         inner = scope_of_mesh(mesh, manual, scope)
-        own = [axis for axis in inner.sizes() if axis not in scope.sizes()]
-        inner = replace(inner, lockstep=scope.lockstep.in_shard_map(eqn, own))
+        lockstep = scope.lockstep.in_shard_map(eqn, scope.sizes(), inner.sizes())
+        inner = replace(inner, lockstep=lockstep)
     elif name == REGION:
         inner = replace(scope, source=_compat.source_line(eqn) or scope.source)
     else:

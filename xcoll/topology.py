@@ -190,6 +190,7 @@ class Topology:
         profiles.check("Topology.load", path, system, mesh)
         try:
             found = cls.from_json(json.dumps(content.get("topology")))
+            found.check("topology", dict(zip(system.axes, system.axis_sizes, strict=True)))
         except ValueError as err:
             where = f"Topology.load: {os.fspath(path)}"
             raise ValueError(f"{where} is no profile: {err}; {profiles.FIX}") from None

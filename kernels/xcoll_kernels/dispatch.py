@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xcoll_kernels import reference
+from xcoll_kernels import cpu, reference
 
 OPS = ("quantize", "dequantize", "reduce_and_quantize", "accumulate_and_quantize")
 """The operations, by the names of their functions."""
@@ -90,7 +90,7 @@ def quantize(
       bits: 8 or 4.
       limit: largest float32 that counts as finite; beyond it a block becomes a NaN block.
       platform: as `why_not`.
-      kernels: False runs the reference everywhere.
+      kernels: False runs what XLA compiles everywhere.
 
     Returns:
       Codes int8 ``[num_blocks, block * bits // 8]`` and exponents uint8 ``[num_blocks]``.
@@ -258,7 +258,9 @@ def _choose(
         num_ranks=num_ranks,
         platform=platform,
     )
-    return reference if reason is not None or not kernels else _kernels_for(platform)
+    if kernels and reason is None:
+        return _kernels_for(platform)
+    return cpu if platform == "cpu" else reference
 
 
 def _kernels_for(platform: str) -> Any:

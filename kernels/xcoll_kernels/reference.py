@@ -10,7 +10,8 @@ byte ``j`` holds code ``j`` in its low and code ``j + block / 2`` in its high fo
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,18 +87,10 @@ def reduce_and_quantize(
     Returns:
       As `quantize`.
     """
-    decode = functools.partial(dequantize, bits=bits, saturate=saturate)
-    num_ranks = codes.shape[0]
-    total = decode(codes[0], exponents[0])
-    for rank in range(1, min(num_ranks, _UNROLLED_RANKS)):
-        total = total + decode(codes[rank], exponents[rank])
-    if num_ranks > _UNROLLED_RANKS:
-        total = lax.fori_loop(
-            _UNROLLED_RANKS,
-            num_ranks,
-            lambda rank, sum_: sum_ + decode(codes[rank], exponents[rank]),
-            total,
-        )
+    total = rank_sum(
+        lambda rank: dequantize(codes[rank], exponents[rank], bits=bits, saturate=saturate),
+        codes.shape[0],
+    )
     return quantize(total, bits=bits, limit=limit)
 
 
@@ -126,6 +119,18 @@ def accumulate_and_quantize(
     decoded = dequantize(codes, exponents, bits=bits, saturate=saturate)
     total = arithmetic.flushed(x.astype(jnp.float32)) + decoded
     return quantize(total, bits=bits, limit=limit)
+
+
+def rank_sum(value_of: Callable[[Any], jax.Array], num_ranks: int) -> jax.Array:
+    """Returns ``((v0 + v1) + v2) + …``, of what ``value_of`` gives for each rank."""
+    total = value_of(0)
+    for rank in range(1, min(num_ranks, _UNROLLED_RANKS)):
+        total = total + value_of(rank)
+    if num_ranks > _UNROLLED_RANKS:
+        total = lax.fori_loop(
+            _UNROLLED_RANKS, num_ranks, lambda rank, sum_: sum_ + value_of(rank), total
+        )
+    return total
 
 
 def pack(codes: jax.Array, *, bits: int) -> jax.Array:

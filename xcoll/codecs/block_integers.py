@@ -120,7 +120,7 @@ class BlockIntegers(Codec):
                 platform=platform,
                 kernels=kernels,
             )
-            return self._joined(codes, exponents, blocks.shape[:-1])
+            return self._joined(codes, exponents, blocks.shape[:-1], platform)
         magnitude = block_magnitude(blocks := arithmetic.flushed(blocks.astype(jnp.float32)))
         limit = limit_bits(dtype)
         if self.scale == "exact":
@@ -190,7 +190,7 @@ class BlockIntegers(Codec):
             platform=platform,
             kernels=kernels,
         )
-        return self._joined(*encoded, codes.shape[1:-1])
+        return self._joined(*encoded, codes.shape[1:-1], platform)
 
     def accumulate_and_encode(
         self,
@@ -219,7 +219,7 @@ class BlockIntegers(Codec):
             platform=platform,
             kernels=kernels,
         )
-        return self._joined(*encoded, codes.shape[:-1])
+        return self._joined(*encoded, codes.shape[:-1], platform)
 
     def _blocks(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:-1], self.num_blocks(x.shape[-1]), self.block)
@@ -228,8 +228,11 @@ class BlockIntegers(Codec):
         self.check_decode(wire, elements, dtype)
         return split(wire, self.num_blocks(elements), self.code_items, self.scale_items)
 
-    def _joined(self, codes: jax.Array, exponents: jax.Array, blocks: tuple[int, ...]) -> jax.Array:
+    def _joined(
+        self, codes: jax.Array, exponents: jax.Array, blocks: tuple[int, ...], platform: str
+    ) -> jax.Array:
         """Returns slots of what the kernels made; ``blocks`` is (slots, and blocks in each)."""
-        return joined(
-            codes.reshape(*blocks, self.code_items), exponents.reshape(*blocks, 1).astype(jnp.int8)
-        )
+        scales = exponents.reshape(*blocks, 1).astype(jnp.int8)
+        if platform == "cpu":  # XLA:CPU copies whole pieces only where nothing is fused in.
+            scales = lax.optimization_barrier(scales)
+        return joined(codes.reshape(*blocks, self.code_items), scales)

@@ -1,4 +1,4 @@
-"""Codecs inside a traced update: kernels where the program is lowered for TPU or GPU."""
+"""Codecs inside a traced update: in the form of the platform that the program is lowered for."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from jax import lax
 from jax.sharding import AxisType
 
 
-def by_platform(call: Callable[..., jax.Array], x: jax.Array, **options: Any) -> jax.Array:
+def by_platform(
+    call: Callable[..., jax.Array], x: jax.Array, *, kernels: bool = True, **options: Any
+) -> jax.Array:
     """Calls a codec's method with the platform that the program is lowered for.
 
     Args:
       call: ``encode`` or ``decode`` of a codec, or one with the same ``platform`` and ``kernels``.
       x: its first argument.
+      kernels: whether Pallas kernels may be used.
       **options: its other arguments.
 
     Returns:
       What it returns; the same bits on every platform. Kernels run where every mesh axis is manual:
       elsewhere the partitioner would have to cut them.
     """
-    reference = partial(call, kernels=False, **options)
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if mesh.empty or any(kinds[a] != AxisType.Manual and n > 1 for a, n in mesh.shape.items()):
-        return reference(x)
-    kernels = {
-        name: partial(call, platform=platform, **options)
-        for name, platform in (("tpu", "tpu"), ("cuda", "gpu"))
+    cut = any(kinds[a] != AxisType.Manual and n > 1 for a, n in mesh.shape.items())
+    kernels = kernels and not mesh.empty and not cut
+    forms = {
+        name: partial(call, platform=platform, kernels=kernels, **options)
+        for name, platform in (("cpu", "cpu"), ("tpu", "tpu"), ("cuda", "gpu"))
     }
-    return lax.platform_dependent(x, default=reference, **kernels)
+    other = partial(call, platform="gpu", kernels=False, **options)
+    return lax.platform_dependent(x, default=other, **forms)

@@ -102,8 +102,10 @@ class TwoShot(Compressor):
 
     def _decode(self, wire: jax.Array, share: int) -> jax.Array:
         code = self.code
-        if isinstance(code, Codec) and code.has_kernels:
-            decoded = by_platform(code.decode, wire, elements=share, dtype="float32")
+        if isinstance(code, Codec):
+            decoded = by_platform(
+                code.decode, wire, kernels=code.has_kernels, elements=share, dtype="float32"
+            )
         else:
             decoded = code.decode(wire, share, dtype="float32", kernels=False)
         return lax.optimization_barrier(decoded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,6 +46,14 @@ class System:
     axes: tuple[str, ...]
     axis_sizes: tuple[int, ...]
     places: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        axes, sizes = self.axes, self.axis_sizes
+        if len(axes) != len(sizes) or len(self.places) != math.prod(sizes) or not all(self.places):
+            raise ValueError(
+                f"system: axes {axes} of sizes {sizes} and {len(self.places)} places of devices do"
+                " not fit each other: each axis needs a size, and each device a place"
+            )
 
     @classmethod
     def of(cls, mesh: jax.sharding.Mesh) -> System:

@@ -260,8 +260,8 @@ class Hosts:
 def _is_of_jax(error: BaseException) -> bool:
     """Whether a program of jax failed while it ran.
 
-    A process with one device runs it in the thread that calls it, and jax then raises what failed
-    as a plain `ValueError`: the name of a status and its message.
+    Where a process has one device, XLA:CPU runs a small program in the thread that calls it, and
+    jax raises what failed as a plain `ValueError`: the name of a status and its message.
     """
     plain = type(error) is ValueError and _STATUS.match(str(error)) is not None
     return plain or isinstance(error, jax.errors.JaxRuntimeError)
