@@ -163,6 +163,16 @@ def test_the_order_of_summation_is_that_of_ranks(backend):
     assert got[0, 0]
 
 
+@pytest.mark.parametrize("backend", XLA)
+@pytest.mark.parametrize(("bits", "block"), DEFAULTS)
+def test_no_blocks(backend, bits, block):
+    """Kernels refuse them, so that they are left to XLA."""
+    codes, exponents = call(backend, "quantize", np.zeros((0, block)), bits=bits, limit=1.0)
+    assert (codes.shape, exponents.shape) == ((0, block * bits // 8), (0,))
+    got = call(backend, "dequantize", codes, exponents, bits=bits, saturate=1.0)
+    assert got.shape == (0, block)
+
+
 @pytest.mark.parametrize("backend", BLOCKS)
 def test_many_ranks(backend):
     """More than are unrolled: a loop adds the others."""

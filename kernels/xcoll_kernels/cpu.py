@@ -89,4 +89,6 @@ def _values(codes: jax.Array, exponents: jax.Array, *, bits: int, saturate: floa
 
 def _rows(values: jax.Array) -> jax.Array:
     """Returns ``[num_blocks, block]``."""
-    return lax.optimization_barrier(values).reshape(values.shape[0], -1)
+    num_blocks, codes_in_byte, code_bytes = values.shape
+    # Not reshape(..., -1): there may be no blocks.
+    return lax.optimization_barrier(values).reshape(num_blocks, codes_in_byte * code_bytes)
