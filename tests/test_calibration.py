@@ -341,6 +341,7 @@ def stored(tuned, tmp_path, **changes):
         (lambda text: "[]", "no profile"),
         (lambda text: "{}", "no profile"),
         (lambda text: text.replace('"version": 1', '"version": 0', 1), "version 0 of the format"),
+        (lambda text: text.replace('"version": 1', '"version": 1.0', 1), "version 1.0 of the"),
         (lambda text: HOSTS.to_json(), "version 2 of the format"),
     ],
 )

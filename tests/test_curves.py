@@ -169,3 +169,27 @@ def test_codecs_by_their_rates():
     assert coding_ps(device, cast, 10**6, 10**6) == coding_ps(plain, cast, 10**6, 10**6)
     named = CodecRate(codec="cast(bfloat16)", encode_bytes_per_s=10**9, decode_bytes_per_s=10**9)
     assert coding_ps(replace(plain, codec_rates=(named,)), cast, 10**6, 10**6) == 2 * 10**9
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(codec={"host": "int8"})])
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_beaten_plan_says_by_how_much_it_had_to_be_faster(is_measured, policy):
+    """10 %, or 2 % between decompositions where prices are measured; else it is not faster."""
+    # As long as the link takes: what is not native is priced by the topology's links.
+    curves = (curve((KIB, 10**9), (64 * KIB * KIB, 10**13)),)
+    topology = replace(HOSTS, measured=curves) if is_measured else HOSTS
+    seen = set()
+    for shift in range(4, 25):
+        made = plan(request(4 << shift), topology, policy)
+        for beaten in made.candidates:
+            if beaten.predicted_time_ps is None or "too" in beaten.reason:
+                continue
+            ratio = beaten.predicted_time_ps / made.predicted_time_ps
+            if ratio >= 1:
+                assert beaten.reason.startswith("predicted"), beaten
+                continue
+            percents = [n for n in (2, 10) if f"by less than {n} %" in beaten.reason]
+            assert len(percents) == 1, beaten
+            assert ratio > 1 - percents[0] / 100
+            seen.add(percents[0])
+    assert seen == ({2, 10} if is_measured else {10})

@@ -258,6 +258,12 @@ def test_fingerprints_differ():
     assert Topology.from_json(unknown.to_json()) == unknown
 
 
+@pytest.mark.parametrize("text", ["runs/two.json", "profile:two"])
+def test_a_profile_is_no_text_of_a_topology(text):
+    with pytest.raises(ValueError, match=r"names a profile.*Topology\.load\(path, mesh\)"):
+        Topology.parse(text)
+
+
 NOT_JSON = ["", "[]", "{}", '{"axes": 3}', "[" * 100_000, '{"version": ' + "9" * 5000 + "}", "3"]
 
 
@@ -288,6 +294,7 @@ LEVEL = ("axes", 0, "levels", 0)
     [
         (("version",), 1, "'version': 2"),
         (("version",), "2", "'version': 2"),
+        (("version",), 2.0, "'version': 2"),
         (("version",), ..., "'version': 2"),
         (("colour",), "red", "unknown field 'colour'"),
         (("nam",), "x", "Did you mean 'name'"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xcoll.accounting import operations, wire_bytes
-from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, describe, whole_span
+from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, describe, margin_percent, whole_span
 from xcoll.compress import kernels_for
 from xcoll.costmodel import (
     Pricer,
@@ -166,8 +166,8 @@ class Options:
                 reason = f"predicted {slower}, the chosen plan {faster}"
             elif chosen is self.native:
                 reason = f"predicted faster than native by less than {GAIN_PERCENT} %"
-            elif other.time_ps * 100 > chosen.time_ps * (100 - GAIN_PERCENT):
-                reason = f"faster by less than {GAIN_PERCENT} %, and leaves less to XLA"
+            elif (gain := self._too_little(other, chosen)) is not None:
+                reason = gain
             else:
                 reason = "the policy wants another"
         return Candidate(
@@ -176,6 +176,16 @@ class Options:
             wire_bytes(self.request, other.stages, self.topology),
             reason or "not priced: the topology is unknown",
         )
+
+    def _too_little(self, other: Option, chosen: Option) -> str | None:
+        """Returns why an option's gain over the chosen one is no reason to take it, or None."""
+        assert other.time_ps is not None and chosen.time_ps is not None
+        costs_precision = other.is_encoded and not chosen.is_encoded
+        percent = GAIN_PERCENT if costs_precision else margin_percent(self.topology)
+        if other.time_ps * 100 <= chosen.time_ps * (100 - percent):
+            return None
+        price = "costs precision" if costs_precision else "leaves less to XLA"
+        return f"faster by less than {percent} %, and {price}"
 
 
 def least_departure(options: Sequence[Option], margin: int = GAIN_PERCENT) -> Option:

@@ -31,7 +31,8 @@ def decode[T](
     """
     try:
         data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("version", None) != version:
+        found = data.pop("version", None) if isinstance(data, dict) else None
+        if type(found) is not int or found != version:  # True and 1.0 are equal to 1, too
             raise ValueError(f"an object with 'version': {version} is expected")
         return make(data)
     except (ValueError, TypeError) as err:

@@ -123,10 +123,15 @@ class Topology:
 
         Raises:
           TypeError: ``text`` is no string, or ``axes`` no mapping from strings to integers.
-          ValueError: malformed text, with the place marked; unknown hardware; a size the
-            hardware does not have; an axis of less than one; axes that make another number of
-            devices, or that do not line up with the physical dimensions.
+          ValueError: malformed text, with the place marked; a profile's path; unknown hardware; a
+            size the hardware does not have; an axis of less than one; axes that make another number
+            of devices, or that do not line up with the physical dimensions.
         """
+        if isinstance(text, str) and profiles.path_in(text) is not None:
+            raise ValueError(
+                f"Topology.parse({text!r}): this names a profile, which holds for the devices it"
+                " was measured on; read it with Topology.load(path, mesh)"
+            )
         device, placed = read(text, axes)
         return cls(axes=placed, device=device, name=text)
 
