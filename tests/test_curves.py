@@ -70,6 +70,24 @@ def test_far_beyond_its_points_a_curve_goes_on_at_the_rate_of_the_links():
     assert at_least <= made.native_time_ps / 1e12 <= 1.2 * at_least
 
 
+@pytest.mark.parametrize(
+    ("percent", "corrected"), [(60, 60), (100, 100), (150, 150), (20, 50), (300, 200)]
+)
+def test_far_beyond_its_points_a_curve_goes_on_as_it_grew_between_them(percent, corrected):
+    """By how far off the links' rate was between the last two; twice or half at the most."""
+
+    def price(topology, num_bytes):
+        return plan(request(num_bytes), topology, Policy(algorithm="native")).native_time_ps
+
+    small, large, far = 256 * KIB, KIB * KIB, 16 * KIB * KIB
+    by_links = {size: price(HOSTS, size) for size in (small, large, far)}
+    grown = (by_links[large] - by_links[small]) * percent // 100
+    points = (small, grown // 3), (large, grown // 3 + grown)
+    found = price(replace(HOSTS, measured=(curve(*points),)), far)
+    expected = points[1][1] + (by_links[far] - by_links[large]) * corrected // 100
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_takes_no_time_at_all_is_kept():
     over = [("all_reduce", tuple(AXES)), ("all_reduce", ("host",))]
     over += [("reduce_scatter", ("device",)), ("all_gather", ("device",))]

@@ -8,12 +8,13 @@ References:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from xcoll.hardware import figure, kinds
-from xcoll.hardware.curves import between
+from xcoll.hardware.curves import Curve, between
 from xcoll.loads import loads
 from xcoll.plan import Span
 from xcoll.schedule import Phase
@@ -64,7 +65,8 @@ def native_on(
 ) -> int:
     """Returns the predicted time of XLA's own collective: as measured, else as `native_ps` says.
 
-    Beyond the largest size that was measured, it grows as `native_ps` does.
+    Beyond the largest size that was measured, it grows as `native_ps` does, corrected by how the
+    measured times grow.
 
     Args:
       topology: a known topology.
@@ -79,15 +81,26 @@ def native_on(
     ):
         curve = topology.curve(collective, span.axes)
         if curve is not None:
-            largest, longest = curve.points[-1]
-            if num_bytes <= largest:
+            if num_bytes <= curve.points[-1][0]:
                 return curve.time_ps(num_bytes)
-            # The line through the last two points, which are small, is a poor guide far beyond.
-            grown = [
-                native_ps(topology.device, digits, collective, b) for b in (largest, num_bytes)
-            ]
-            return longest + max(0, grown[1] - grown[0])
+            price = functools.partial(native_ps, topology.device, digits, collective)
+            return _beyond(curve, num_bytes, price)
     return native_ps(topology.device, digits, collective, num_bytes)
+
+
+def _beyond(curve: Curve, num_bytes: int, price: Callable[[int], int]) -> int:
+    """Returns the time beyond a curve's last point: it grows as the price does.
+
+    Where the last two points grow about as their sizes do, the price is corrected by what grows
+    between them, twice or half at the most. Where they do not, they are mostly of the start.
+    """
+    (before, short), (largest, longest) = curve.points[-2:]
+    growth = max(0, price(num_bytes) - price(largest))
+    expected, found = price(largest) - price(before), longest - short
+    if expected > 0 and 2 * found * largest >= longest * (largest - before):
+        found = min(max(found, expected // 2), 2 * expected)
+        growth = growth * found // expected
+    return longest + growth
 
 
 def _wire(digits: tuple[Digit, ...], phase: Phase, num_bytes: int) -> int:
