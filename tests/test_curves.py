@@ -192,7 +192,7 @@ def test_codecs_by_their_rates():
 @pytest.mark.parametrize("policy", [Policy(), Policy(codec={"host": "int8"})])
 @pytest.mark.parametrize("is_measured", [True, False])
 def test_a_beaten_plan_says_by_how_much_it_had_to_be_faster(is_measured, policy):
-    """10 %, or 2 % between decompositions where prices are measured; else it is not faster."""
+    """10 %, 50 % of a start; where prices are measured, 2 % between decompositions."""
     # As long as the link takes: what is not native is priced by the topology's links.
     curves = (curve((KIB, 10**9), (64 * KIB * KIB, 10**13)),)
     topology = replace(HOSTS, measured=curves) if is_measured else HOSTS
@@ -206,8 +206,28 @@ def test_a_beaten_plan_says_by_how_much_it_had_to_be_faster(is_measured, policy)
             if ratio >= 1:
                 assert beaten.reason.startswith("predicted"), beaten
                 continue
-            percents = [n for n in (2, 10) if f"by less than {n} %" in beaten.reason]
+            percents = [n for n in (2, 10, 50) if f"by less than {n} %" in beaten.reason]
             assert len(percents) == 1, beaten
             assert ratio > 1 - percents[0] / 100
             seen.add(percents[0])
-    assert seen == ({2, 10} if is_measured else {10})
+    assert seen == ({2, 50} if is_measured else {10})
+
+
+@pytest.mark.parametrize(
+    ("percent", "start_percent", "is_native"),
+    [(125, 40, False), (125, 60, True), (105, 40, True), (250, 60, False)],
+)
+def test_what_is_mostly_the_start_has_to_be_twice_as_fast(percent, start_percent, is_native):
+    """Native takes ``percent`` of the best decomposition, ``start_percent`` of it for 1 KiB."""
+    asked = request(64 * KIB)
+
+    def planned(native_ps, start_ps):
+        points = (KIB, start_ps), (64 * KIB, native_ps)
+        return plan(asked, replace(HOSTS, measured=(curve(*points),)), Policy())
+
+    best_ps = planned(10**13, 10**12).predicted_time_ps
+    native_ps = best_ps * percent // 100
+    made = planned(native_ps, native_ps * start_percent // 100)
+    assert made.is_native == is_native
+    if is_native:
+        assert f"{50 if start_percent > 50 else 10} % are needed" in made.reason

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from xcoll.algorithms import ALGORITHMS, build, hierarchical, ring, tree
-from xcoll.candidates import splits
+from xcoll.candidates import GAIN_PERCENT, splits
 from xcoll.plan import Plan, Request, Span, Stage
-from xcoll.planner import GAIN_PERCENT, plan
+from xcoll.planner import plan
 from xcoll.policy import Choice, Policy
 from xcoll.topology import Topology
 

@@ -30,6 +30,9 @@ _TRIED: dict[str, tuple[tuple[str, int], ...]] = {
 GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
 
+START_GAIN_PERCENT = 50
+"""The same where a measured collective's time is mostly its start: prices are off by more there."""
+
 _MEASURED_GAIN_PERCENT = 2
 
 _SEGMENTS = (2, 4, 8)

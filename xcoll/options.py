@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xcoll.accounting import operations, wire_bytes
-from xcoll.candidates import GAIN_PERCENT, NATIVE, barred, describe, margin_percent, whole_span
+from xcoll.candidates import (
+    GAIN_PERCENT,
+    NATIVE,
+    START_GAIN_PERCENT,
+    barred,
+    describe,
+    margin_percent,
+    whole_span,
+)
 from xcoll.compress import kernels_for
 from xcoll.costmodel import (
     Pricer,
@@ -60,6 +68,7 @@ class Options:
         self._shared: dict[tuple[Stage, ...], tuple[Stage, ...]] = {}
         stage = Stage(request.collective, whole_span(request), NATIVE)
         self.native = Option("native", (stage,), self._native_ps(request))
+        self.gain_percent = START_GAIN_PERCENT if self._starts(request) else GAIN_PERCENT
 
     def option(self, stages: tuple[Stage, ...], where: str = "") -> Option:
         """Returns the option of some stages.
@@ -138,6 +147,14 @@ class Options:
         digits = span_digits(self.topology, span)
         return native_on(self.topology, span, digits, collective, num_bytes)
 
+    def _starts(self, request: Request) -> bool:
+        """Whether native, as measured, takes less than twice its time for next to nothing."""
+        if self.topology.device is None or not self.topology.measured:
+            return False
+        collective = native_as(request.collective, self.topology.device.platform)
+        curve = self.topology.curve(collective, request.axes)
+        return curve is not None and (self.native.time_ps or 0) < 2 * curve.points[0][1]
+
     def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:
         """Returns the plan of an option, with the others as the candidates that it beat."""
         request, topology = self.request, self.topology
@@ -165,7 +182,7 @@ class Options:
                 slower, faster = readable_time(other.time_ps), readable_time(chosen.time_ps)
                 reason = f"predicted {slower}, the chosen plan {faster}"
             elif chosen is self.native:
-                reason = f"predicted faster than native by less than {GAIN_PERCENT} %"
+                reason = f"predicted faster than native by less than {self.gain_percent} %"
             elif (gain := self._too_little(other, chosen)) is not None:
                 reason = gain
             else:

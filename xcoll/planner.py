@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from xcoll.algorithms import check_choice
-from xcoll.candidates import GAIN_PERCENT, NATIVE, hierarchies, margin_percent, whole
+from xcoll.candidates import NATIVE, hierarchies, margin_percent, whole
 from xcoll.compress import assignments, compress, why_exact
 from xcoll.costmodel import REDUCTIONS
 from xcoll.direct_sums import accumulated, deterministic, wide_options
@@ -163,8 +163,8 @@ class Maker(Options):
             gain = 100 - 100 * first.time_ps // native if native else 0
             how = f"{gain} % faster" if gain > 0 else "not faster"
             return self.native_plan(
-                f"the best decomposition, {first.name}, is predicted {how}; {GAIN_PERCENT} % are"
-                " needed",
+                f"the best decomposition, {first.name}, is predicted {how};"
+                f" {self.gain_percent} % are needed",
                 options,
             )
         gain = 100 - 100 * first.time_ps // native
@@ -176,7 +176,7 @@ class Maker(Options):
         """Whether an option is so much faster than native that it may replace it."""
         time, native = option.time_ps or 0, self.native.time_ps or 0
         # What was measured to take no time at all is beaten by nothing.
-        return time < native and time * 100 <= native * (100 - GAIN_PERCENT)
+        return time < native and time * 100 <= native * (100 - self.gain_percent)
 
     def _exact_options(self) -> Iterator[Option]:
         if self.request.collective == "permute":
