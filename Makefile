@@ -48,11 +48,11 @@ types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
 bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs, regret, slow links, training over one
-	$(RUN) bench/overhead.py
-	$(RUN) bench/planner.py
+	$(RUN) bench/overhead.py --rounds 3
+	$(RUN) bench/planner.py --rounds 3
 	$(RUN) bench/schedules.py
 	$(RUN) bench/audit.py
-	$(RUN) bench/kernels.py
+	$(RUN) bench/kernels.py --mib 16
 	$(RUN) bench/errors.py
 	$(RUN) -m bench.regret --quick || [ $$? = 125 ]
 	$(RUN) -m bench.wire --quick || [ $$? = 125 ]
