@@ -88,6 +88,24 @@ def test_far_beyond_its_points_a_curve_goes_on_as_it_grew_between_them(percent, 
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(("percent", "corrected"), [(60, 100), (100, 100), (150, 150)])
+def test_as_a_stage_native_does_not_grow_less_than_the_links_say(percent, corrected):
+    """Devices come from the stage before at the same time, and may get in each other's way."""
+    stage = Stage("all_to_all", Span(("host",), 2), NATIVE)
+
+    def price(topology, num_bytes):
+        return Pricer(topology, 4).stage_ps(stage, Operand(num_bytes // 4, num_bytes // 8))
+
+    small, large, far = 256 * KIB, KIB * KIB, 16 * KIB * KIB
+    by_links = {size: price(HOSTS, size) for size in (small, large, far)}
+    grown = (by_links[large] - by_links[small]) * percent // 100
+    points = (small, grown // 3), (large, grown // 3 + grown)
+    measured = curve(*points, collective="all_to_all", axes=("host",))
+    found = price(replace(HOSTS, measured=(measured,)), far)
+    expected = points[1][1] + (by_links[far] - by_links[large]) * corrected // 100
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_takes_no_time_at_all_is_kept():
     over = [("all_reduce", tuple(AXES)), ("all_reduce", ("host",))]
     over += [("reduce_scatter", ("device",)), ("all_gather", ("device",))]

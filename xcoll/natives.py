@@ -61,7 +61,13 @@ def native_ps(device: Device, digits: tuple[Digit, ...], collective: str, num_by
 
 
 def native_on(
-    topology: Topology, span: Span, digits: tuple[Digit, ...], collective: str, num_bytes: int
+    topology: Topology,
+    span: Span,
+    digits: tuple[Digit, ...],
+    collective: str,
+    num_bytes: int,
+    *,
+    at_best: bool = False,
 ) -> int:
     """Returns the predicted time of XLA's own collective: as measured, else as `native_ps` says.
 
@@ -74,6 +80,10 @@ def native_on(
       digits: the levels they lie on (`xcoll.loads.span_digits`).
       collective: as for `native_ps`.
       num_bytes: bytes of the operand on each rank.
+      at_best: beyond what was measured, times may grow less than `native_ps` does. So is native
+        priced as the rival of plans, which must not be slower, but not as a stage of them: devices
+        that come to an exchange at different times may use both directions of a link, and those
+        that come from the stage before do not.
     """
     assert topology.device is not None
     if topology.measured and span.num_ranks == math.prod(
@@ -84,21 +94,21 @@ def native_on(
             if num_bytes <= curve.points[-1][0]:
                 return curve.time_ps(num_bytes)
             price = functools.partial(native_ps, topology.device, digits, collective)
-            return _beyond(curve, num_bytes, price)
+            return _beyond(curve, num_bytes, price, at_best)
     return native_ps(topology.device, digits, collective, num_bytes)
 
 
-def _beyond(curve: Curve, num_bytes: int, price: Callable[[int], int]) -> int:
+def _beyond(curve: Curve, num_bytes: int, price: Callable[[int], int], at_best: bool) -> int:
     """Returns the time beyond a curve's last point: it grows as the price does.
 
     Where the last two points grow about as their sizes do, the price is corrected by what grows
-    between them, twice or half at the most. Where they do not, they are mostly of the start.
+    between them: twice at the most, and half if at best. Where they do not, they are of the start.
     """
     (before, short), (largest, longest) = curve.points[-2:]
     growth = max(0, price(num_bytes) - price(largest))
     expected, found = price(largest) - price(before), longest - short
     if expected > 0 and 2 * found * largest >= longest * (largest - before):
-        found = min(max(found, expected // 2), 2 * expected)
+        found = min(max(found, expected // 2 if at_best else expected), 2 * expected)
         growth = growth * found // expected
     return longest + growth
 

@@ -145,7 +145,7 @@ class Options:
         # XLA's combiner makes one operation of a group.
         num_bytes = request.num_elements * self._summed_itemsize(request)
         digits = span_digits(self.topology, span)
-        return native_on(self.topology, span, digits, collective, num_bytes)
+        return native_on(self.topology, span, digits, collective, num_bytes, at_best=True)
 
     def _starts(self, request: Request) -> bool:
         """Whether native, as measured, takes less than twice its time for next to nothing."""
