@@ -68,7 +68,7 @@ class Options:
         self._shared: dict[tuple[Stage, ...], tuple[Stage, ...]] = {}
         stage = Stage(request.collective, whole_span(request), NATIVE)
         self.native = Option("native", (stage,), self._native_ps(request))
-        self.gain_percent = START_GAIN_PERCENT if self._starts(request) else GAIN_PERCENT
+        self.gain_percent = START_GAIN_PERCENT if self._starts() else GAIN_PERCENT
 
     def option(self, stages: tuple[Stage, ...], where: str = "") -> Option:
         """Returns the option of some stages.
@@ -147,12 +147,12 @@ class Options:
         digits = span_digits(self.topology, span)
         return native_on(self.topology, span, digits, collective, num_bytes, at_best=True)
 
-    def _starts(self, request: Request) -> bool:
+    def _starts(self) -> bool:
         """Whether native, as measured, takes less than twice its time for next to nothing."""
         if self.topology.device is None or not self.topology.measured:
             return False
-        collective = native_as(request.collective, self.topology.device.platform)
-        curve = self.topology.curve(collective, request.axes)
+        collective = native_as(self.request.collective, self.topology.device.platform)
+        curve = self.topology.curve(collective, self.request.axes)
         return curve is not None and (self.native.time_ps or 0) < 2 * curve.points[0][1]
 
     def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:

@@ -32,13 +32,22 @@ def decode[T](
     try:
         data = json.loads(text)
         found = data.pop("version", None) if isinstance(data, dict) else None
-        if type(found) is not int or found != version:  # True and 1.0 are equal to 1, too
+        if not is_version(found, version):
             raise ValueError(f"an object with 'version': {version} is expected")
         return make(data)
     except (ValueError, TypeError) as err:
         raise ValueError(f"{call}: not {what}: {err}") from err
     except RecursionError:
         raise ValueError(f"{call}: the text is nested too deeply") from None
+
+
+def is_version(found: Any, version: int) -> bool:
+    """Returns whether decoded JSON is a version's number.
+
+    >>> is_version(1, 1), is_version(2, 1), is_version(True, 1), is_version(1.0, 1)
+    (True, False, False, False)
+    """
+    return type(found) is int and found == version
 
 
 def read(kind: Any, value: Any, where: str) -> Any:

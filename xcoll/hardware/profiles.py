@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from xcoll.files import prepare_file, write_text
-from xcoll.records import read
+from xcoll.records import is_version, read
 
 FORMAT = 1
 """Version of the files. What is measured, and what it means, is part of it."""
@@ -160,7 +160,7 @@ def load(call: str, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Syste
     if not isinstance(content, dict) or "version" not in content:
         raise ValueError(f"{where} is no profile: an object with a 'version' is expected; {FIX}")
     version = content.pop("version")
-    if type(version) is not int or version != FORMAT:  # True and 1.0 are equal to 1, too
+    if not is_version(version, FORMAT):
         raise ValueError(
             f"{where} is of version {version!r} of the format, and this xcoll reads version"
             f" {FORMAT}; {FIX}"
