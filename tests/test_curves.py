@@ -7,13 +7,14 @@ import pytest
 from xcoll import codecs
 from xcoll.costmodel import Operand, Pricer
 from xcoll.local_work import coding_ps
+from xcoll.natives import native_on
 from xcoll.plan import Request, Span, Stage
 from xcoll.planner import plan
 from xcoll.policy import Choice, Policy
 from xcoll.topology import CodecRate, Curve, Topology
 
 NATIVE = Choice("native")
-KIB = 1024
+KIB, MIB = 1024, 1024**2
 AXES = {"host": 2, "device": 4}
 HOSTS = Topology.parse("2*cpu:4@200Mbit", axes=AXES)
 
@@ -249,3 +250,45 @@ def test_what_is_mostly_the_start_has_to_be_twice_as_fast(percent, start_percent
     assert made.is_native == is_native
     if is_native:
         assert f"{50 if start_percent > 50 else 10} % are needed" in made.reason
+
+
+# What large results take beyond the rates.
+
+FRESH = replace(HOSTS, device=replace(HOSTS.device, fresh_points=((MIB, 0), (3 * MIB, 2 * 10**12))))
+"""Of each byte beyond 1 MiB, a second for a MiB."""
+
+
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "result_s"),
+    [("all_gather", MIB // 4, 1), ("all_to_all", 2 * MIB, 1), ("all_reduce", 3 * MIB, 2)],
+)
+def test_a_result_is_given_its_memory(collective, num_bytes, result_s):
+    # Over 8 devices: an all-gather of 1/4 MiB ends with 2 MiB, of which one is beyond the rates.
+    choice = "bruck" if collective == "all_to_all" else "ring"
+    for topology, more_s in ((HOSTS, 0), (FRESH, result_s)):
+        made = plan(request(num_bytes, collective), topology, Policy(algorithm=choice))
+        if topology is HOSTS:
+            before_ps = made.predicted_time_ps
+        assert made.predicted_time_ps == before_ps + more_s * 10**12
+
+
+def test_a_share_of_a_sum_is_a_small_result():
+    made = [
+        plan(request(8 * MIB, "reduce_scatter"), topology, Policy(algorithm="ring"))
+        for topology in (HOSTS, FRESH)
+    ]
+    assert made[0].predicted_time_ps == made[1].predicted_time_ps
+
+
+def test_native_beyond_its_curve_is_given_memory_as_a_stage_alone():
+    points = curve((KIB, 10**9), (MIB, 2 * 10**9), collective="all_reduce")
+    span, digits = Span(tuple(AXES), 8), HOSTS.digits(tuple(AXES))
+    times = {}
+    for topology in (HOSTS, FRESH):
+        measured = replace(topology, measured=(points,))
+        for at_best in (False, True):
+            times[topology is FRESH, at_best] = native_on(
+                measured, span, digits, "all_reduce", 2 * MIB, at_best=at_best
+            )
+    assert times[True, False] == times[False, False] + 10**12
+    assert times[True, True] == times[False, True]

@@ -21,6 +21,7 @@ from xcoll.costmodel import (
     block_of,
     carried,
     carried_itemsize,
+    copied_ps,
     native_as,
     packing_ps,
     payload_elements,
@@ -93,7 +94,7 @@ class Options:
         if len(request.shapes) > 1 or block_of(stages) > 1:
             time += packing_ps(device, self.request.num_bytes)
         moved = moved_elements(request, stages, elements)
-        time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
+        time += copied_ps(device, moved * request.itemsize)
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4
