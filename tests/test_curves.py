@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from xcoll import codecs
+from xcoll.algorithms import hierarchical
 from xcoll.costmodel import Operand, Pricer
 from xcoll.local_work import coding_ps
-from xcoll.natives import native_on
 from xcoll.plan import Request, Span, Stage
 from xcoll.planner import plan
 from xcoll.policy import Choice, Policy
@@ -260,35 +260,31 @@ FRESH = replace(HOSTS, device=replace(HOSTS.device, fresh_points=((MIB, 0), (3 *
 
 @pytest.mark.parametrize(
     ("collective", "num_bytes", "result_s"),
-    [("all_gather", MIB // 4, 1), ("all_to_all", 2 * MIB, 1), ("all_reduce", 3 * MIB, 2)],
+    [
+        ("all_gather", MIB // 4, 1),  # on 8 devices: 2 MiB
+        ("all_to_all", 2 * MIB, 1),
+        ("all_reduce", 3 * MIB, 2),
+        ("reduce_scatter", 8 * MIB, 0),
+    ],
 )
-def test_a_result_is_given_its_memory(collective, num_bytes, result_s):
-    # Over 8 devices: an all-gather of 1/4 MiB ends with 2 MiB, of which one is beyond the rates.
-    choice = "bruck" if collective == "all_to_all" else "ring"
-    for topology, more_s in ((HOSTS, 0), (FRESH, result_s)):
-        made = plan(request(num_bytes, collective), topology, Policy(algorithm=choice))
-        if topology is HOSTS:
-            before_ps = made.predicted_time_ps
-        assert made.predicted_time_ps == before_ps + more_s * 10**12
+def test_a_result_is_given_its_memory_once(collective, num_bytes, result_s):
+    name = "bruck" if collective == "all_to_all" else "ring"
+    for choice in (name, hierarchical("native", name)):
+        before, after = (
+            plan(request(num_bytes, collective), topology, Policy(algorithm=choice))
+            for topology in (HOSTS, FRESH)
+        )
+        assert after.predicted_time_ps == before.predicted_time_ps + result_s * 10**12
+        assert after.native_time_ps == before.native_time_ps, "it is priced at its best"
 
 
-def test_a_share_of_a_sum_is_a_small_result():
-    made = [
-        plan(request(8 * MIB, "reduce_scatter"), topology, Policy(algorithm="ring"))
-        for topology in (HOSTS, FRESH)
-    ]
-    assert made[0].predicted_time_ps == made[1].predicted_time_ps
+def test_a_payload_of_whole_blocks_is_not_packed():
+    def priced(num_bytes):
+        int8 = Policy(algorithm="ring", codec="int8", min_bytes=0)
+        made = plan(request(num_bytes), HOSTS, int8)
+        stages = Pricer(HOSTS, 4).plan_ps("all_reduce", made.stages, num_bytes // 4)
+        return made.predicted_time_ps - stages
 
-
-def test_native_beyond_its_curve_is_given_memory_as_a_stage_alone():
-    points = curve((KIB, 10**9), (MIB, 2 * 10**9), collective="all_reduce")
-    span, digits = Span(tuple(AXES), 8), HOSTS.digits(tuple(AXES))
-    times = {}
-    for topology in (HOSTS, FRESH):
-        measured = replace(topology, measured=(points,))
-        for at_best in (False, True):
-            times[topology is FRESH, at_best] = native_on(
-                measured, span, digits, "all_reduce", 2 * MIB, at_best=at_best
-            )
-    assert times[True, False] == times[False, False] + 10**12
-    assert times[True, True] == times[False, True]
+    # int8 encodes blocks of 256 elements, 1 KiB. What is longer is padded, and cut again.
+    assert priced(MIB) == 0
+    assert priced(MIB + 4) >= 2 * MIB * 10**12 // HOSTS.device.copy_bytes_per_s

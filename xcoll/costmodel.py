@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
+from xcoll.hardware.curves import between
 from xcoll.loads import span_digits
 from xcoll.local_work import coding_ps
-from xcoll.natives import fresh_ps, native_on, transfer_ps
+from xcoll.natives import native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
@@ -38,6 +39,9 @@ NATIVE_AS = {
 """What stands for the collectives that jax.lax lacks (`xcoll.composites`); on a GPU, XLA has a
 broadcast."""
 
+
+SHARES = ("reduce_scatter", "scatter")
+"""Collectives that leave each rank a share of the payload."""
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 """XLA's collectives that compute."""
@@ -231,7 +235,7 @@ class Pricer:
             sent += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
         result = shape.result_slots * operand.slot_elements * self.itemsize
         joined = transfer_ps(result, device.copy_bytes_per_s) if chunks > 1 else 0
-        return _in_chunks(device, sent, local, chunks) + joined + fresh_ps(device, result)
+        return _in_chunks(device, sent, local, chunks) + joined
 
     def _itemsize_in(self, collective: str) -> int:
         return self.summed_itemsize if collective in REDUCTIONS else self.itemsize
@@ -296,12 +300,8 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
             if phase.kind not in ("fold", "permute")
         ),
         loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
-        result_slots=form.num_slots // (stage.span.num_ranks if _is_scattering(stage) else 1),
+        result_slots=form.num_slots // (stage.span.num_ranks if stage.collective in SHARES else 1),
     )
-
-
-def _is_scattering(stage: Stage) -> bool:
-    return stage.collective in ("reduce_scatter", "scatter")
 
 
 _WIDE_BYTES = 4
@@ -343,9 +343,16 @@ def _shuffles(choice: Choice, collective: str) -> int:
 
 def packing_ps(device: Device, num_bytes: int) -> int:
     """Returns the time to put the sites of a group into one buffer, and to take them out."""
-    return 2 * copied_ps(device, num_bytes)
+    return 2 * transfer_ps(num_bytes, device.copy_bytes_per_s)
 
 
-def copied_ps(device: Device, num_bytes: int) -> int:
-    """Returns the time of a pass over a buffer, into another one."""
-    return transfer_ps(num_bytes, device.copy_bytes_per_s) + fresh_ps(device, num_bytes)
+def fresh_ps(device: Device, request: Request) -> int:
+    """Returns what a plan's result takes beyond the rates, for its memory."""
+    if not device.fresh_points:
+        return 0
+    num_bytes = request.num_bytes
+    if request.collective in ("all_gather", "gather"):
+        num_bytes *= request.num_ranks
+    elif request.collective in SHARES:
+        num_bytes //= request.num_ranks
+    return between(device.fresh_points, num_bytes)

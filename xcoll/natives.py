@@ -36,11 +36,6 @@ def passed_ps(device: Device, num_bytes: int) -> int:
     return transfer_ps(num_bytes, device.memory_bytes_per_s)
 
 
-def fresh_ps(device: Device, num_bytes: int) -> int:
-    """Returns what a result of so many bytes takes beyond the rates, for its memory."""
-    return between(device.fresh_points, num_bytes) if device.fresh_points else 0
-
-
 def _share(num_bytes: int, parts: int, of: int) -> int:
     """Returns the bytes of some of as many equal parts, rounded up."""
     return -(-num_bytes * parts // of)
@@ -99,8 +94,7 @@ def native_on(
             if num_bytes <= curve.points[-1][0]:
                 return curve.time_ps(num_bytes)
             price = functools.partial(native_ps, topology.device, digits, collective)
-            fresh = 0 if at_best else _fresh_beyond(topology.device, span, curve, num_bytes)
-            return _beyond(curve, num_bytes, price, at_best) + fresh
+            return _beyond(curve, num_bytes, price, at_best)
     return native_ps(topology.device, digits, collective, num_bytes)
 
 
@@ -117,15 +111,6 @@ def _beyond(curve: Curve, num_bytes: int, price: Callable[[int], int], at_best: 
         found = min(max(found, expected // 2 if at_best else expected), 2 * expected)
         growth = growth * found // expected
     return longest + growth
-
-
-def _fresh_beyond(device: Device, span: Span, curve: Curve, num_bytes: int) -> int:
-    """Returns what the memory of a result takes beyond what is in a curve's last point."""
-    gathered = span.num_ranks if curve.collective == "all_gather" else 1
-    parts = span.num_ranks if curve.collective == "reduce_scatter" else 1
-    return fresh_ps(device, num_bytes * gathered // parts) - fresh_ps(
-        device, curve.points[-1][0] * gathered // parts
-    )
 
 
 def _wire(digits: tuple[Digit, ...], phase: Phase, num_bytes: int) -> int:
