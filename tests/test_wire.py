@@ -6,6 +6,7 @@ import importlib
 import json
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 from jax import lax
@@ -14,7 +15,8 @@ from bench.cluster import requirements
 from bench.timing import Meeting
 from bench.wire import __main__ as command_line
 from bench.wire.bounds import bound_s, crossing, encoded_bytes, goodput_bound_s
-from bench.wire.breakdown import stage_pieces
+from bench.wire.breakdown import link_pieces, stage_pieces
+from bench.wire.cells import Cell
 from bench.wire.checking import WrongResultError, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import parse_cluster, read_job
@@ -22,7 +24,7 @@ from bench.wire.options import jobs, parsed
 from bench.wire.programs import Program, compiled, mapped, mesh_of, place, program
 from bench.wire.tables import cluster_tables
 from bench.wire.targets import MIB, Target, target
-from xcoll import Topology
+from xcoll import Topology, codecs
 from xcoll.plan import Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
@@ -69,9 +71,11 @@ def test_bounds_of_16_mib():
 def test_encoded_bytes_hold_the_scales():
     # int8: a code for each number, and a float32 scale for each 256; int4: two codes a byte.
     assert encoded_bytes(16 * MIB, None) == 16 * MIB
-    assert encoded_bytes(16 * MIB, "bfloat16") == 8 * MIB
-    assert 4 * MIB < encoded_bytes(16 * MIB, "int8") <= 4 * MIB * 1.05
-    assert 2 * MIB < encoded_bytes(16 * MIB, "int4") <= 2 * MIB * 1.2
+    assert encoded_bytes(16 * MIB, codecs.cast("bfloat16")) == 8 * MIB
+    assert 4 * MIB < encoded_bytes(16 * MIB, codecs.int8()) <= 4 * MIB * 1.05
+    assert 2 * MIB < encoded_bytes(16 * MIB, codecs.int4()) <= 2 * MIB * 1.2
+    # 1024 codes and the scales of 32 blocks of 32, of a byte each: by the codec's own options.
+    assert encoded_bytes(4096, codecs.int8(block=32)) == 1024 + 32
 
 
 # Targets.
@@ -264,6 +268,34 @@ def test_a_native_plan_is_one_stage_over_all_axes():
     (piece,) = stage_pieces(all_reduce_plan(Policy.native()))
     assert piece.name == "1. all-reduce over host, device of 16 MiB: native"
     assert piece.num_items == 4 << 20 and piece.policy == Policy(algorithm="native", min_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("codec", "sent", "wire_items"),
+    [
+        (None, 4096, None),
+        (codecs.cast("bfloat16"), 2048, 1024),
+        # int8: 1024 codes, 32 scales of a byte; int4: 512 bytes of codes, 16 of scales.
+        (codecs.int8(block=32), 1024 + 32, 1024 + 32),
+        (codecs.int4(), 512 + 16, 512 + 16),
+    ],
+)
+def test_the_link_carries_what_its_codec_makes(codec, sent, wire_items, eight):
+    mesh = eight[0]
+    (job,) = jobs(parsed(["--cluster", "2x4", "--rate", "200mbit", "--small-cluster", ""]))
+    # One whole payload of 16 KiB crosses, and each of a host's 4 devices sends a quarter of it.
+    cell = Cell(job, mesh, Topology.unknown(dict(mesh.shape)), Meeting("link"), "psum", 16384)
+    made = all_reduce_plan(Policy(codec={"host": codec}))
+    assert {stage.codec for stage in made.stages} - {None} == {codec} - {None}
+    link, *coding = link_pieces(cell, made)
+    assert (link.num_items, link.dtype) == (sent, "int8")
+    if codec is None:
+        assert not coding
+        return
+    encode, decode = coding
+    assert (encode.num_items, decode.num_items) == (1024, wire_items)
+    for piece in coding:
+        jax.eval_shape(piece.body, jax.ShapeDtypeStruct((piece.num_items,), piece.dtype))
 
 
 # The tables.

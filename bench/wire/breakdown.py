@@ -134,7 +134,7 @@ def link_pieces(cell: Cell, plan: Plan) -> Iterator[Piece]:
     job = cell.job
     codec = next((stage.codec for stage in plan.stages if stage.codec is not None), None)
     share = crossing(cell.collective, job.hosts, job.devices) / job.devices
-    encoded = encoded_bytes(cell.payload_bytes, str(codec) if codec else None)
+    encoded = encoded_bytes(cell.payload_bytes, codec)
     num_bytes = max(1, int(share * encoded))
     yield Piece(
         name=f"the link: {readable_bytes(num_bytes)} of each device both ways, one permute",

@@ -18,7 +18,7 @@ from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import Job
 from bench.wire.programs import Program, place, program
 from bench.wire.targets import target
-from xcoll import Topology
+from xcoll import Topology, codecs
 from xcoll.units import readable_bytes
 
 FEWEST_ROUNDS = 3
@@ -144,7 +144,7 @@ def _row(
 ) -> dict[str, Any]:
     """Returns the figures of one variant."""
     job = cell.job
-    codec = name if name in job.variants and name not in ("lax", "exact") else None
+    codec = codecs.named(name) if name in job.variants and name not in ("lax", "exact") else None
     share = crossing(cell.collective, job.hosts, job.devices)
     wire_bytes = share * encoded_bytes(cell.payload_bytes, codec)
     bound = bound_s(wire_bytes, job.rate_bits_per_s)
