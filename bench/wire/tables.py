@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.timing import Times
-from xcoll.printing import plain_table
+from xcoll.printing import Name, plain_table
 from xcoll.units import readable_bytes, readable_seconds
 
 Figures = Mapping[str, Any]
@@ -51,7 +51,7 @@ def _collective(figures: Figures, collective: str, cells: list[Figures]) -> Tabl
         f" {figures['rate_bits_per_s'] / 1e6:g} Mbit/s; {', '.join(rounds)}"
     )
     for name in _COLUMNS:
-        table.add_column(name, no_wrap=name != "plan", overflow="fold")
+        table.add_column(name, no_wrap=name != "plan")
     for name in _NUMBERS:
         # Text: rich would take what stands in brackets of a str for a style.
         table.add_column(Text(name), justify="right", no_wrap=True)
@@ -64,13 +64,13 @@ def _collective(figures: Figures, collective: str, cells: list[Figures]) -> Tabl
     return table
 
 
-def _cells(row: Figures, rows: list[Figures]) -> Iterator[str | Text]:
+def _cells(row: Figures, rows: list[Figures]) -> Iterator[str | Text | Name]:
     predicted_s = row["predicted_s"]
     if row["variant"] == "lax":
         # The plans of the same site say what it is predicted to take.
         natives = [other["native_predicted_s"] for other in rows]
         predicted_s = next((time_s for time_s in natives if time_s is not None), None)
-    yield row["plan"] or "-"
+    yield Name(row["plan"] or "-")
     yield Text(str(Times(tuple(row["rounds_s"]))))
     yield "-" if row["times_lax"] is None else f"{row['times_lax']:.2f}"
     yield readable_seconds(row["bound_s"])
@@ -94,13 +94,13 @@ def _breakdown(cell: Figures, found: Figures) -> Table:
         f"\nwhere the time goes: {cell['collective']} {readable_bytes(cell['payload_bytes'])},"
         f" {found['variant']}, {found['plan']}"
     )
-    table.add_column("by itself", overflow="fold")
+    table.add_column("by itself")
     table.add_column(Text(_MEDIAN), justify="right", no_wrap=True)
     table.add_column("of the whole", justify="right", no_wrap=True)
     whole_s = found["whole_s"]
 
     def add(name: str, time: str | Text, time_s: float) -> None:
-        table.add_row(name, time, f"{time_s / whole_s:.0%}")
+        table.add_row(Name(name), time, f"{time_s / whole_s:.0%}")
 
     add("the whole plan", readable_seconds(whole_s), whole_s)
     for is_stage in (True, False):
