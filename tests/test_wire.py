@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import importlib
 import json
+import re
 from fractions import Fraction
 
 import jax
@@ -348,7 +349,7 @@ def figures():
 
 
 def test_tables_say_what_is_met_and_missed():
-    text = "\n".join(as_text(one, least_width=150) for one in cluster_tables(figures()))
+    text = "\n".join(as_text(one, least_width=150) for one in cluster_tables(figures(), 150))
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["16"][2:] == [  # 16 MiB
         *["lax", "-", "1.2", "s", "[1.2,", "1.2]", "1.00", "671", "ms", "1.79", "1.32", "s", "+10%"]
@@ -361,6 +362,20 @@ def test_tables_say_what_is_met_and_missed():
     assert "median [quartiles]" in text
 
 
+@pytest.mark.parametrize("width", [80, 120, 140, 150])
+def test_tables_fit_a_terminal_and_cut_nothing(width):
+    found = figures()
+    codec = "hierarchical(direct/cast(bfloat16), recursive_doubling/int8 in 2 chunks)"
+    found["cells"][0]["rows"][1]["plan"] = codec
+    shown = [as_text(one, least_width=width) for one in cluster_tables(found, width)]
+    table = next(text for text in shown if "psum, float32" in text)
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in table
+    words = set(re.split(r"[^a-zA-Z0-9.%≤]+", table))
+    wanted = "16 MiB exact cast bfloat16 recursive int8 chunks 671 1.50 1.19 750 6% ≤ 1.1 MISSED"
+    assert words >= set(wanted.split())
+
+
 # On hosts.
 
 
@@ -369,15 +384,28 @@ def test_a_small_run_on_hosts(tmp_path, capsys, monkeypatch):
         pytest.skip(reason)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = tmp_path / "wire.json"
-    words = ["--cluster", "2x2", "--rate", "200mbit", "--payload", "128KiB", "--collective", "psum"]
-    words += ["--variant", "lax,exact,int8", "--small-cluster", "", "--rounds", "2"]
+    words = ["--cluster", "2x2", "--rate", "200mbit", "--payload", "128KiB,1000"]
+    words += [
+        "--collective",
+        "psum,psum_scatter",
+        "--variant",
+        "lax,exact,int8",
+        "--small-cluster",
+        "",
+        "--rounds",
+        "2",
+    ]
     code = command_line.main([*words, "--breakdown", "--json", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
     (cluster,) = json.loads(out.read_text())["clusters"]
     assert cluster["machine"]["congestion"] == ["reno", "reno"]
     assert cluster["machine"]["rates_bits_per_s"] == [200_000_000] * 2
-    (cell,) = cluster["cells"]
+    cell, small, _, scattered = cluster["cells"]
+    # A codec takes no payloads under 64 KiB: as many bytes cross as exact, one payload.
+    assert {row["wire_bytes"] for row in small["rows"]} == {1000}
+    # Four ranks have as many of the 250 numbers: 62 each.
+    assert scattered["payload_bytes"] == 4 * 4 * 62
     rows = {row["variant"]: row for row in cell["rows"]}
     assert list(rows) == ["lax", "exact", "int8"]
     for row in rows.values():

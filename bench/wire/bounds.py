@@ -41,6 +41,24 @@ def crossing(collective: str, hosts: int, devices: int) -> Fraction:
     }[collective]
 
 
+def shared_bytes(collective: str, payload_bytes: int, num_ranks: int) -> int:
+    """Returns the payload of whole float32 numbers that comes next to so many bytes, at most them.
+
+    All ranks have as many numbers of it, but for an all-reduce, and each at least one.
+
+    Args:
+      collective: one of `COLLECTIVES`.
+      payload_bytes: asked for, of one device.
+      num_ranks: devices of all hosts.
+
+    Example:
+      >>> [shared_bytes(name, 1000, 6) for name in COLLECTIVES]
+      [1000, 984, 984, 984]
+    """
+    each = 4 if collective == "psum" else 4 * num_ranks
+    return max(1, payload_bytes // each) * each
+
+
 def encoded_bytes(payload_bytes: int, codec: Codec | None) -> int:
     """Returns the bytes of a float32 payload on the wire, scales included.
 
