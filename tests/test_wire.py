@@ -4,8 +4,10 @@ import dataclasses
 import doctest
 import importlib
 import json
+import re
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
 from jax import lax
@@ -14,7 +16,8 @@ from bench.cluster import requirements
 from bench.timing import Meeting
 from bench.wire import __main__ as command_line
 from bench.wire.bounds import bound_s, crossing, encoded_bytes, goodput_bound_s
-from bench.wire.breakdown import stage_pieces
+from bench.wire.breakdown import link_pieces, stage_pieces
+from bench.wire.cells import Cell
 from bench.wire.checking import WrongResultError, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import parse_cluster, read_job
@@ -22,7 +25,7 @@ from bench.wire.options import jobs, parsed
 from bench.wire.programs import Program, compiled, mapped, mesh_of, place, program
 from bench.wire.tables import cluster_tables
 from bench.wire.targets import MIB, Target, target
-from xcoll import Topology
+from xcoll import Topology, codecs
 from xcoll.plan import Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
@@ -69,9 +72,11 @@ def test_bounds_of_16_mib():
 def test_encoded_bytes_hold_the_scales():
     # int8: a code for each number, and a float32 scale for each 256; int4: two codes a byte.
     assert encoded_bytes(16 * MIB, None) == 16 * MIB
-    assert encoded_bytes(16 * MIB, "bfloat16") == 8 * MIB
-    assert 4 * MIB < encoded_bytes(16 * MIB, "int8") <= 4 * MIB * 1.05
-    assert 2 * MIB < encoded_bytes(16 * MIB, "int4") <= 2 * MIB * 1.2
+    assert encoded_bytes(16 * MIB, codecs.cast("bfloat16")) == 8 * MIB
+    assert 4 * MIB < encoded_bytes(16 * MIB, codecs.int8()) <= 4 * MIB * 1.05
+    assert 2 * MIB < encoded_bytes(16 * MIB, codecs.int4()) <= 2 * MIB * 1.2
+    # 1024 codes and the scales of 32 blocks of 32, of a byte each: by the codec's own options.
+    assert encoded_bytes(4096, codecs.int8(block=32)) == 1024 + 32
 
 
 # Targets.
@@ -266,6 +271,34 @@ def test_a_native_plan_is_one_stage_over_all_axes():
     assert piece.num_items == 4 << 20 and piece.policy == Policy(algorithm="native", min_bytes=0)
 
 
+@pytest.mark.parametrize(
+    ("codec", "sent", "wire_items"),
+    [
+        (None, 4096, None),
+        (codecs.cast("bfloat16"), 2048, 1024),
+        # int8: 1024 codes, 32 scales of a byte; int4: 512 bytes of codes, 16 of scales.
+        (codecs.int8(block=32), 1024 + 32, 1024 + 32),
+        (codecs.int4(), 512 + 16, 512 + 16),
+    ],
+)
+def test_the_link_carries_what_its_codec_makes(codec, sent, wire_items, eight):
+    mesh = eight[0]
+    (job,) = jobs(parsed(["--cluster", "2x4", "--rate", "200mbit", "--small-cluster", ""]))
+    # One whole payload of 16 KiB crosses, and each of a host's 4 devices sends a quarter of it.
+    cell = Cell(job, mesh, Topology.unknown(dict(mesh.shape)), Meeting("link"), "psum", 16384)
+    made = all_reduce_plan(Policy(codec={"host": codec}))
+    assert {stage.codec for stage in made.stages} - {None} == {codec} - {None}
+    link, *coding = link_pieces(cell, made)
+    assert (link.num_items, link.dtype) == (sent, "int8")
+    if codec is None:
+        assert not coding
+        return
+    encode, decode = coding
+    assert (encode.num_items, decode.num_items) == (1024, wire_items)
+    for piece in coding:
+        jax.eval_shape(piece.body, jax.ShapeDtypeStruct((piece.num_items,), piece.dtype))
+
+
 # The tables.
 
 
@@ -316,7 +349,7 @@ def figures():
 
 
 def test_tables_say_what_is_met_and_missed():
-    text = "\n".join(as_text(one, least_width=150) for one in cluster_tables(figures()))
+    text = "\n".join(as_text(one, least_width=150) for one in cluster_tables(figures(), 150))
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
     assert lines["16"][2:] == [  # 16 MiB
         *["lax", "-", "1.2", "s", "[1.2,", "1.2]", "1.00", "671", "ms", "1.79", "1.32", "s", "+10%"]
@@ -329,6 +362,20 @@ def test_tables_say_what_is_met_and_missed():
     assert "median [quartiles]" in text
 
 
+@pytest.mark.parametrize("width", [80, 120, 140, 150])
+def test_tables_fit_a_terminal_and_cut_nothing(width):
+    found = figures()
+    codec = "hierarchical(direct/cast(bfloat16), recursive_doubling/int8 in 2 chunks)"
+    found["cells"][0]["rows"][1]["plan"] = codec
+    shown = [as_text(one, least_width=width) for one in cluster_tables(found, width)]
+    table = next(text for text in shown if "psum, float32" in text)
+    assert max(map(len, table.splitlines())) <= width
+    assert "…" not in table
+    words = set(re.split(r"[^a-zA-Z0-9.%≤]+", table))
+    wanted = "16 MiB exact cast bfloat16 recursive int8 chunks 671 1.50 1.19 750 6% ≤ 1.1 MISSED"
+    assert words >= set(wanted.split())
+
+
 # On hosts.
 
 
@@ -337,15 +384,28 @@ def test_a_small_run_on_hosts(tmp_path, capsys, monkeypatch):
         pytest.skip(reason)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     out = tmp_path / "wire.json"
-    words = ["--cluster", "2x2", "--rate", "200mbit", "--payload", "128KiB", "--collective", "psum"]
-    words += ["--variant", "lax,exact,int8", "--small-cluster", "", "--rounds", "2"]
+    words = ["--cluster", "2x2", "--rate", "200mbit", "--payload", "128KiB,1000"]
+    words += [
+        "--collective",
+        "psum,psum_scatter",
+        "--variant",
+        "lax,exact,int8",
+        "--small-cluster",
+        "",
+        "--rounds",
+        "2",
+    ]
     code = command_line.main([*words, "--breakdown", "--json", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
     (cluster,) = json.loads(out.read_text())["clusters"]
     assert cluster["machine"]["congestion"] == ["reno", "reno"]
     assert cluster["machine"]["rates_bits_per_s"] == [200_000_000] * 2
-    (cell,) = cluster["cells"]
+    cell, small, _, scattered = cluster["cells"]
+    # A codec takes no payloads under 64 KiB: as many bytes cross as exact, one payload.
+    assert {row["wire_bytes"] for row in small["rows"]} == {1000}
+    # Four ranks have as many of the 250 numbers: 62 each.
+    assert scattered["payload_bytes"] == 4 * 4 * 62
     rows = {row["variant"]: row for row in cell["rows"]}
     assert list(rows) == ["lax", "exact", "int8"]
     for row in rows.values():

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from xcoll.plan import EXACT, Plan
-from xcoll.printing import as_text, plain_table
+from xcoll.printing import Name, as_text, plain_table
 from xcoll.traffic import Sent, busiest
 from xcoll.units import readable_bytes, readable_time
 
@@ -194,7 +194,7 @@ class Report:
         for reason, numbers in exact.items():
             yield f"# {', '.join(numbers)}: exact: {reason}"
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def _rows(self) -> Iterator[tuple[str | Name, ...]]:
         rows: dict[Any, list[Site]] = {}
         for site in self.sites:
             key = (site.group, site.collective, site.axes, site.dtype, site.kept_reason, site.count)
@@ -208,7 +208,7 @@ class Report:
                 f"{first.dtype}\n{readable_bytes(sum(s.num_bytes for s in sites))}",
                 "\n".join(_sent(first)),
                 "?" if first.count is None else str(first.count),
-                _plan_name(first),
+                Name(_plan_name(first)),
                 "\n".join(_times(first.plan)),
                 lines[0].replace(":", "\n:")
                 + (f"\n+{len(lines) - 1} lines" if len(lines) > 1 else ""),

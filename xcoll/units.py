@@ -13,6 +13,15 @@ _MOST_S = 10**6
 _MOST_DIGITS = 30
 
 
+def in_digits(value: float, count: int = 3) -> str:
+    """Reads a number that is not negative in so many digits, large ones as whole numbers.
+
+    >>> in_digits(12.346), in_digits(0.5), in_digits(1234.5), in_digits(999.7)
+    ('12.3', '0.5', '1234', '1000')
+    """
+    return f"{value:.{count}g}" if value < 10**count - 0.5 else f"{value:.0f}"
+
+
 def readable_bytes(num_bytes: int) -> str:
     """Reads bytes as people do.
 
@@ -21,7 +30,7 @@ def readable_bytes(num_bytes: int) -> str:
     """
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
-            return f"{num_bytes / scale:.4g} {unit}"
+            return f"{in_digits(num_bytes / scale, 4)} {unit}"
     return f"{num_bytes} B"
 
 
@@ -30,13 +39,15 @@ def readable_time(time_ps: int | None) -> str:
 
     >>> readable_time(743_000_000_000), readable_time(12_500_000), readable_time(None)
     ('743 ms', '12.5 µs', '-')
+    >>> readable_time(999_600_000), readable_time(5_000 * 10**12)
+    ('1 ms', '5000 s')
     """
     if time_ps is None:
         return "-"
     for unit, scale in (("s", 10**12), ("ms", 10**9), ("µs", 10**6)):
-        if time_ps >= scale:
-            return f"{time_ps / scale:.3g} {unit}"
-    return f"{time_ps / 1000:.3g} ns"
+        if time_ps >= 0.9995 * scale:  # 999.6 µs are 1 ms in three digits
+            return f"{in_digits(time_ps / scale)} {unit}"
+    return f"{in_digits(time_ps / 1000)} ns"
 
 
 def readable_seconds(time_s: float | None) -> str:

@@ -11,8 +11,8 @@ from bench.regret import figures
 from bench.regret.considered import FACTOR
 from bench.regret.figures import Point, Regret
 from bench.regret.grid import Case, Setting
-from bench.regret.results import Result
-from xcoll.printing import plain_table
+from bench.regret.results import Result, Timed
+from xcoll.printing import Name, plain_table
 from xcoll.units import readable_bytes, readable_seconds
 
 _WORST = 10
@@ -80,8 +80,8 @@ def regret_table(choices: Sequence[Regret]) -> Table:
         table.add_row(
             str(choice.case),
             choice.policy,
-            f"{choice.chosen.name}: {_times(choice.chosen.median_s, choice.chosen.predicted_s)}",
-            f"{choice.best.name}: {_times(choice.best.median_s, choice.best.predicted_s)}",
+            Name(_timed(choice.chosen)),
+            Name(_timed(choice.best)),
             f"{choice.regret:.1%}",
             f"{to_native:+.1%}",
             f"{choice.noise:.1%}",
@@ -205,8 +205,9 @@ def cases_left_out(left_out: Sequence[Case], begun: Collection[Setting]) -> list
     return lines
 
 
-def _times(measured_s: float, predicted_s: float) -> str:
-    return f"{readable_seconds(measured_s)} ({readable_seconds(predicted_s)})"
+def _timed(plan: Timed) -> str:
+    times = f"{readable_seconds(plan.median_s)} ({readable_seconds(plan.predicted_s)})"
+    return f"{plan.name}: {times}"
 
 
 def _percent(value: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xcoll.units import readable_seconds
+from xcoll.units import in_digits, readable_seconds
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class Times:
       (0.8, 0.8, 0.9)
       >>> print(times)
       800 ms [800, 900]
+      >>> print(Times((0.9, 1.1, 0.8)))
+      900 ms [850, 1000]
     """
 
     rounds_s: tuple[float, ...]
@@ -61,7 +63,7 @@ class Times:
     def __str__(self) -> str:
         number, unit = readable_seconds(self.median_s).split()
         scale = self.median_s / float(number) if float(number) else 1.0
-        low, high = (f"{time_s / scale:.3g}" for time_s in (self.low_s, self.high_s))
+        low, high = (in_digits(time_s / scale) for time_s in (self.low_s, self.high_s))
         return f"{number} {unit} [{low}, {high}]"
 
 

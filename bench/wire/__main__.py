@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(measured(job, options.congestion, options.timeout))
             if options.json:  # after each: a long run that is ended keeps what it has measured
                 write_json(options.json, {"version": 1, "clusters": found})
-            for table in cluster_tables(found[-1]):
+            width = Console().width if sys.stdout.isatty() else _WIDTH
+            for table in cluster_tables(found[-1], width):
                 show(table)
             show("")
     except FailedError as err:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from xcoll import codecs
+from xcoll.codecs import Codec
 
 COLLECTIVES = ("psum", "psum_scatter", "all_gather", "all_to_all")
 """jax.lax's names of what is measured."""
@@ -41,20 +41,39 @@ def crossing(collective: str, hosts: int, devices: int) -> Fraction:
     }[collective]
 
 
-def encoded_bytes(payload_bytes: int, codec: str | None) -> int:
+def shared_bytes(collective: str, payload_bytes: int, num_ranks: int) -> int:
+    """Returns the payload of whole float32 numbers that comes next to so many bytes, at most them.
+
+    All ranks have as many numbers of it, but for an all-reduce, and each at least one.
+
+    Args:
+      collective: one of `COLLECTIVES`.
+      payload_bytes: asked for, of one device.
+      num_ranks: devices of all hosts.
+
+    Example:
+      >>> [shared_bytes(name, 1000, 6) for name in COLLECTIVES]
+      [1000, 984, 984, 984]
+    """
+    each = 4 if collective == "psum" else 4 * num_ranks
+    return max(1, payload_bytes // each) * each
+
+
+def encoded_bytes(payload_bytes: int, codec: Codec | None) -> int:
     """Returns the bytes of a float32 payload on the wire, scales included.
 
     Args:
       payload_bytes: of the float32 numbers.
-      codec: name of a codec of `xcoll.codecs`; None for the numbers as they are.
+      codec: how they travel; None for the numbers as they are.
 
     Example:
-      >>> encoded_bytes(1 << 20, None), encoded_bytes(1 << 20, "bfloat16")
+      >>> from xcoll import codecs
+      >>> encoded_bytes(1 << 20, None), encoded_bytes(1 << 20, codecs.cast("bfloat16"))
       (1048576, 524288)
     """
     if codec is None:
         return payload_bytes
-    return codecs.named(codec).wire_bytes((payload_bytes // 4,), "float32")
+    return codec.wire_bytes((payload_bytes // 4,), "float32")
 
 
 def bound_s(wire_bytes: Fraction | int, rate_bits_per_s: int) -> float:

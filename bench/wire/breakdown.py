@@ -14,7 +14,7 @@ from jax import lax
 from bench.timing import Times, interleaved
 from bench.wire.bounds import crossing, encoded_bytes
 from bench.wire.jobs import AXES
-from bench.wire.programs import compiled, mapped, place
+from bench.wire.programs import codec_of, compiled, mapped, place
 from xcoll import Policy, optimize
 from xcoll.codecs import Codec
 from xcoll.costmodel import operands, payload_elements
@@ -132,9 +132,9 @@ def stage_pieces(plan: Plan) -> list[Piece]:
 def link_pieces(cell: Cell, plan: Plan) -> Iterator[Piece]:
     """Yields the plan's bytes sent over the link and nothing else, and its codec's work."""
     job = cell.job
-    codec = next((stage.codec for stage in plan.stages if stage.codec is not None), None)
+    codec = codec_of(plan)
     share = crossing(cell.collective, job.hosts, job.devices) / job.devices
-    encoded = encoded_bytes(cell.payload_bytes, str(codec) if codec else None)
+    encoded = encoded_bytes(cell.payload_bytes, codec)
     num_bytes = max(1, int(share * encoded))
     yield Piece(
         name=f"the link: {readable_bytes(num_bytes)} of each device both ways, one permute",

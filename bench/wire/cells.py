@@ -16,7 +16,7 @@ from bench.wire.breakdown import breakdown
 from bench.wire.checking import Checked, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import Job
-from bench.wire.programs import Program, place, program
+from bench.wire.programs import Program, codec_of, place, program
 from bench.wire.targets import target
 from xcoll import Topology
 from xcoll.units import readable_bytes
@@ -34,7 +34,8 @@ class Cell:
       topology: what is planned for.
       meeting: of its processes.
       collective: jax.lax's name.
-      payload_bytes: of each device: the operand, or what an all-gather ends with.
+      payload_bytes: of each device: the operand, or what an all-gather ends with; as
+        `shared_bytes` has it.
     """
 
     job: Job
@@ -48,7 +49,7 @@ class Cell:
     def num_elements(self) -> int:
         """Elements of each rank's operand."""
         shares = self.job.num_ranks if self.collective == "all_gather" else 1
-        return max(1, self.payload_bytes // 4 // shares)
+        return self.payload_bytes // 4 // shares
 
     def __str__(self) -> str:
         return f"{self.collective} {readable_bytes(self.payload_bytes)}"
@@ -144,7 +145,8 @@ def _row(
 ) -> dict[str, Any]:
     """Returns the figures of one variant."""
     job = cell.job
-    codec = name if name in job.variants and name not in ("lax", "exact") else None
+    plan = made.plan if made else None
+    codec = codec_of(plan) if plan else None
     share = crossing(cell.collective, job.hosts, job.devices)
     wire_bytes = share * encoded_bytes(cell.payload_bytes, codec)
     bound = bound_s(wire_bytes, job.rate_bits_per_s)
@@ -155,7 +157,7 @@ def _row(
     predicted_s = made.predicted_s if made else None
     return {
         "variant": name,
-        "plan": made.plan.name if made and made.plan else None,
+        "plan": plan.name if plan else None,
         "wire_bytes": round(wire_bytes),
         "bound_s": bound,
         "goodput_bound_s": goodput_bound_s(wire_bytes, job.rate_bits_per_s),

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import xcoll
 from bench.peers.control import Peer, PeerError, Place, started
 from bench.timing import Meeting, machine, write_json
+from bench.wire.bounds import shared_bytes
 from bench.wire.cells import Cell, measure
 from bench.wire.jobs import Job, read_job
 from bench.wire.programs import mesh_of
@@ -42,7 +43,8 @@ def main() -> int:
         on_turn = stack.enter_context(turns_shown(job, len(peers), meeting))
         cells: list[dict[str, Any]] = []
         for collective in job.collectives:
-            for payload_bytes in job.payloads_bytes:
+            for asked_bytes in job.payloads_bytes:
+                payload_bytes = shared_bytes(collective, asked_bytes, job.num_ranks)
                 cell = Cell(job, mesh, topology, meeting, collective, payload_bytes)
                 cells.append(measure(cell, peers, on_turn))
     if meeting.is_first:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import xcoll
 from bench.wire.jobs import AXES
+from xcoll.codecs import Codec
 from xcoll.plan import Plan
 
 _PER_RANK = PartitionSpec(AXES)
@@ -47,6 +48,11 @@ class Program:
     def native_s(self) -> float | None:
         """Seconds that jax.lax's own is predicted to take."""
         return _seconds(self.plan.native_time_ps) if self.plan else None
+
+
+def codec_of(plan: Plan) -> Codec | None:
+    """Returns the codec that a plan sends with between hosts, or None."""
+    return next((stage.codec for stage in plan.stages if stage.codec is not None), None)
 
 
 def mesh_of(hosts: int, devices: int) -> Mesh:

@@ -20,6 +20,7 @@ from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
 from xcoll.policy import COLLECTIVE_OF, Policy
+from xcoll.printing import Name
 from xcoll.schedule import COLLECTIVES
 from xcoll.topology import Topology
 from xcoll.typed import read_choice, read_codec
@@ -173,11 +174,11 @@ def _print(made: Plan, topology: Topology) -> None:
     request = made.request
     sizes = zip(request.axes, request.axis_sizes, strict=True)
     table = Table()
-    table.add_column("plan", overflow="fold")
+    table.add_column("plan")
     table.add_column("predicted", justify="right")
     for axis in request.axes:
         table.add_column(f"over {axis}", justify="right")
-    table.add_column("reason", overflow="fold")
+    table.add_column("reason")
     rows = [
         (f"> {made.name}", made.predicted_time_ps, made.wire_bytes, f"chosen: {made.reason}"),
         *((c.name, c.predicted_time_ps, c.wire_bytes, c.reason) for c in made.candidates),
@@ -185,10 +186,10 @@ def _print(made: Plan, topology: Topology) -> None:
     for name, time, sent, reason in rows:
         by_axis = dict(sent)
         table.add_row(
-            name,
+            Name(name),
             readable_time(time),
             *(readable_bytes(by_axis.get(axis, 0)) for axis in request.axes),
-            reason,
+            Name(reason),
             style="bold" if name.startswith("> ") else None,
         )
     parts: list[Any] = [
