@@ -28,14 +28,14 @@ LOCAL_SIZES = (256 * KIB, 4 * MIB)
 COPIED_SIZES = (*LOCAL_SIZES, 16 * MIB, 64 * MIB)
 """Those of copies: beyond some size, memory that is freed goes back to the system."""
 
-SHARED = ("copy", "sum", "encode", "decode", "wire", "work", "both")
-"""What all devices of the machine work on at once, each by itself."""
-
 CODECS = ("int8", "int4", "bfloat16")
 """Codecs that are measured, by name."""
 
 OVERLAP = ("wire", "work", "both")
 """A transfer, work beside it, and both in one program."""
+
+SHARED = ("copy", "sum", "encode", "decode", *OVERLAP)
+"""What all devices of the machine work on at once, each by itself."""
 
 CHAIN = 8
 """Small permutes in a row, by which the start of a step is measured: single ones vary."""
@@ -74,7 +74,7 @@ class Family:
     @property
     def is_local(self) -> bool:
         """Whether it is about what a device does by itself, or beside a transfer."""
-        return self.kind in ("launch", "copy", "sum", "encode", "decode", *OVERLAP)
+        return self.kind in ("launch", *SHARED)
 
     def __str__(self) -> str:
         if self.is_local:
