@@ -7,14 +7,16 @@ import re
 import time
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 import xcoll
-from xcoll.calibration.agenda import MOST_ROUNDS, Agenda
-from xcoll.calibration.families import SIZES, families
+from xcoll.calibration import tuning
+from xcoll.calibration.agenda import MOST_ROUNDS, Agenda, Case
+from xcoll.calibration.families import SIZES, Family, families
 from xcoll.calibration.fitting import fit
 from xcoll.calibration.lines import line, rising
 from xcoll.calibration.reading import read_calibration
@@ -208,6 +210,68 @@ def test_terms_are_found_again():
     assert topology.axis_sizes == HOSTS.axis_sizes
 
 
+def test_what_large_results_take_beyond_the_rates():
+    samples = written_samples()
+    # 16 MiB at the rate of 4 MiB, 64 MiB at half of it.
+    for size, rate in ((16 * MIB, 2e9), (64 * MIB, 1e9)):
+        samples.append(sample("copy", size, LAUNCH_S + size / rate, ("host", "device")))
+    topology, _ = fit(HOSTS, families(HOSTS), samples)
+    assert topology.device.copy_bytes_per_s == pytest.approx(1e9, rel=1e-6), "of 4 MiB, the sum's"
+    (usual, nothing), (larger, little), (largest, much) = topology.device.fresh_points
+    assert (usual, larger, largest) == (4 * MIB, 16 * MIB, 64 * MIB)
+    assert nothing == 0
+    assert little == pytest.approx(0, abs=10**6)
+    assert much == pytest.approx(64 * MIB / 2e9 * 1e12, rel=1e-6)
+
+
+def test_a_call_of_local_work_takes_its_share_of_the_whole(monkeypatch):
+    # Two of three calls are quick, since other processes are waiting: the median would say 10 ms.
+    now = FakeClock()
+    monkeypatch.setattr(tuning.time, "monotonic", now)
+
+    def call():
+        now.now += next(times)
+
+    class Once:
+        share_done = 0.0
+
+        def __init__(self, kind):
+            self.steps = [(Case(Family(kind=kind, axes=("host",)), 2**22), 3)]
+
+        def next(self):
+            return self.steps.pop() if self.steps else None
+
+        def numbers(self, case, calls):
+            self.made = case, calls
+            return [0]
+
+        def case(self, _):
+            return self.made
+
+        def record(self, *_):
+            pass
+
+    group = SimpleNamespace(is_first=True, first_says=lambda text: text, wait=lambda: None)
+    programs = SimpleNamespace(call=lambda family, num_bytes: call)
+    calls_s = []
+    for kind in ("decode", "all_reduce"):
+        times = iter([0.0, 0.1, 0.01, 0.01])  # the first one is not timed
+        ((measured,),) = tuning._measure(programs, Once(kind), group, None).values()
+        calls_s.append(measured)
+    assert calls_s == [pytest.approx(0.04), pytest.approx(0.01)]
+
+
+def test_what_is_short_is_measured_more_often():
+    _, counts = play(40, rate_bytes_per_s=6e6)
+    small = [count for case, count in counts.items() if case.num_bytes <= 2**13]
+    large = [
+        count
+        for case, count in counts.items()
+        if case.num_bytes >= 2**20 and "host" in case.family.axes and not case.family.is_local
+    ]
+    assert min(small) > max(large) >= 2
+
+
 def test_permutes_inside_a_host_are_kept_size_by_size():
     samples = written_samples()
     samples.append(sample("shift", 32 * MIB, LAUNCH_S + STEP_S + 0.2, ("device",), "device"))
@@ -340,9 +404,9 @@ def stored(tuned, tmp_path, **changes):
         (lambda text: re.sub(r'"step_ps": \d+', '"step_ps": 1', text), "its checksum does not fit"),
         (lambda text: "[]", "no profile"),
         (lambda text: "{}", "no profile"),
-        (lambda text: text.replace('"version": 1', '"version": 0', 1), "version 0 of the format"),
-        (lambda text: text.replace('"version": 1', '"version": 1.0', 1), "version 1.0 of the"),
-        (lambda text: HOSTS.to_json(), "version 2 of the format"),
+        (lambda text: text.replace('"version": 2', '"version": 1', 1), "version 1 of the format"),
+        (lambda text: text.replace('"version": 2', '"version": 2.0', 1), "version 2.0 of the"),
+        (lambda text: HOSTS.to_json(), "its checksum does not fit"),
     ],
 )
 def test_a_corrupt_profile_is_refused(tuned, mesh, tmp_path, change, says):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from xcoll import codecs
+from xcoll.algorithms import hierarchical
 from xcoll.costmodel import Operand, Pricer
 from xcoll.local_work import coding_ps
 from xcoll.plan import Request, Span, Stage
@@ -13,7 +14,7 @@ from xcoll.policy import Choice, Policy
 from xcoll.topology import CodecRate, Curve, Topology
 
 NATIVE = Choice("native")
-KIB = 1024
+KIB, MIB = 1024, 1024**2
 AXES = {"host": 2, "device": 4}
 HOSTS = Topology.parse("2*cpu:4@200Mbit", axes=AXES)
 
@@ -249,3 +250,41 @@ def test_what_is_mostly_the_start_has_to_be_twice_as_fast(percent, start_percent
     assert made.is_native == is_native
     if is_native:
         assert f"{50 if start_percent > 50 else 10} % are needed" in made.reason
+
+
+# What large results take beyond the rates.
+
+FRESH = replace(HOSTS, device=replace(HOSTS.device, fresh_points=((MIB, 0), (3 * MIB, 2 * 10**12))))
+"""Of each byte beyond 1 MiB, a second for a MiB."""
+
+
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "result_s"),
+    [
+        ("all_gather", MIB // 4, 1),  # on 8 devices: 2 MiB
+        ("all_to_all", 2 * MIB, 1),
+        ("all_reduce", 3 * MIB, 2),
+        ("reduce_scatter", 8 * MIB, 0),
+    ],
+)
+def test_a_result_is_given_its_memory_once(collective, num_bytes, result_s):
+    name = "bruck" if collective == "all_to_all" else "ring"
+    for choice in (name, hierarchical("native", name)):
+        before, after = (
+            plan(request(num_bytes, collective), topology, Policy(algorithm=choice))
+            for topology in (HOSTS, FRESH)
+        )
+        assert after.predicted_time_ps == before.predicted_time_ps + result_s * 10**12
+        assert after.native_time_ps == before.native_time_ps, "it is priced at its best"
+
+
+def test_a_payload_of_whole_blocks_is_not_packed():
+    def priced(num_bytes):
+        int8 = Policy(algorithm="ring", codec="int8", min_bytes=0)
+        made = plan(request(num_bytes), HOSTS, int8)
+        stages = Pricer(HOSTS, 4).plan_ps("all_reduce", made.stages, num_bytes // 4)
+        return made.predicted_time_ps - stages
+
+    # int8 encodes blocks of 256 elements, 1 KiB. What is longer is padded, and cut again.
+    assert priced(MIB) == 0
+    assert priced(MIB + 4) >= 2 * MIB * 10**12 // HOSTS.device.copy_bytes_per_s

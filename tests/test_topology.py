@@ -393,6 +393,7 @@ HARDWARE = {
         "version": "",
         "codec_rates": (CodecRate(codec="int8", encode_bytes_per_s=1, decode_bytes_per_s=1),),
         "permute_points": ((0, 0), (1, 1)),
+        "fresh_points": ((0, 0), (1, 1)),
         "overlap_percent": 0,
     },
     Topology: {

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
+from xcoll.hardware.curves import between
 from xcoll.loads import span_digits
 from xcoll.local_work import coding_ps
 from xcoll.natives import native_on, transfer_ps
@@ -38,6 +39,9 @@ NATIVE_AS = {
 """What stands for the collectives that jax.lax lacks (`xcoll.composites`); on a GPU, XLA has a
 broadcast."""
 
+
+SHARES = ("reduce_scatter", "scatter")
+"""Collectives that leave each rank a share of the payload."""
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 """XLA's collectives that compute."""
@@ -229,7 +233,9 @@ class Pricer:
             if not is_encoded:
                 num_bytes = slots * slot * self._itemsize_in(collective)
             sent += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
-        return _in_chunks(device, sent, local, chunks)
+        result = shape.result_slots * operand.slot_elements * self.itemsize
+        joined = transfer_ps(result, device.copy_bytes_per_s) if chunks > 1 else 0
+        return _in_chunks(device, sent, local, chunks) + joined
 
     def _itemsize_in(self, collective: str) -> int:
         return self.summed_itemsize if collective in REDUCTIONS else self.itemsize
@@ -255,6 +261,7 @@ class _Shape:
       loads: its permutes.
       encoded: slots that a codec encodes, where there is one.
       decoded: slots that it decodes.
+      result_slots: slots of its result.
     """
 
     digits: tuple[Digit, ...]
@@ -263,6 +270,7 @@ class _Shape:
     decoded: int
     natives: tuple[tuple[str, int], ...]
     loads: tuple[Load, ...]
+    result_slots: int
 
 
 @functools.lru_cache(maxsize=32)
@@ -274,9 +282,9 @@ def _shapes_on(topology: Topology) -> dict[Stage, _Shape]:
 def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     digits = span_digits(topology, stage.span)
     if stage.collective == "permute":
-        return _Shape(digits, 0, 1, 1, (("permute", 1),), ())
+        return _Shape(digits, 0, 1, 1, (("permute", 1),), (), 1)
     if stage.choice.name == "native":
-        return _Shape(digits, 0, 0, 0, (), ())
+        return _Shape(digits, 0, 0, 0, (), (), 0)
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
     encoded, decoded = (0, 0) if stage.codec is None else _coded_slots(stage, form)
@@ -292,6 +300,7 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
             if phase.kind not in ("fold", "permute")
         ),
         loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
+        result_slots=form.num_slots // (stage.span.num_ranks if stage.collective in SHARES else 1),
     )
 
 
@@ -335,3 +344,15 @@ def _shuffles(choice: Choice, collective: str) -> int:
 def packing_ps(device: Device, num_bytes: int) -> int:
     """Returns the time to put the sites of a group into one buffer, and to take them out."""
     return 2 * transfer_ps(num_bytes, device.copy_bytes_per_s)
+
+
+def fresh_ps(device: Device, request: Request) -> int:
+    """Returns what a plan's result takes beyond the rates, for its memory."""
+    if not device.fresh_points:
+        return 0
+    num_bytes = request.num_bytes
+    if request.collective in ("all_gather", "gather"):
+        num_bytes *= request.num_ranks
+    elif request.collective in SHARES:
+        num_bytes //= request.num_ranks
+    return between(device.fresh_points, num_bytes)

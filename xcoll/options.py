@@ -18,9 +18,9 @@ from xcoll.candidates import (
 from xcoll.compress import kernels_for
 from xcoll.costmodel import (
     Pricer,
-    block_of,
     carried,
     carried_itemsize,
+    fresh_ps,
     native_as,
     packing_ps,
     payload_elements,
@@ -90,10 +90,11 @@ class Options:
         assert device is not None
         elements = payload_elements(request, stages)
         time = self._pricer(request).plan_ps(request.collective, stages, elements)
-        if len(request.shapes) > 1 or block_of(stages) > 1:
+        if len(request.shapes) > 1 or elements > request.num_elements:
             time += packing_ps(device, self.request.num_bytes)
         moved = moved_elements(request, stages, elements)
         time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
+        time += fresh_ps(device, self.request)
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from xcoll.calibration.families import (
     BETWEEN,
-    LOCAL_SIZES,
+    COPIED_SIZES,
     MOVED_SIZES,
     SIZES,
     Family,
@@ -22,6 +22,12 @@ ROUNDS = 3
 
 MOST_CALLS = 30
 """Calls of a short operation in one measurement."""
+
+SHORT_SHARE = 0.2
+"""Share of the budget that is kept for further rounds of what is short: it varies most."""
+
+SHORT_S = 0.1
+"""Seconds that a measurement takes which is short."""
 
 LONG_ENOUGH_S = 0.04
 """Seconds that a measurement should last: the first calls after a barrier are slow."""
@@ -135,12 +141,14 @@ class Agenda:
         yield from self._grow((SIZES[0], SIZES[3]))
         for family in self._families:
             early = (
-                LOCAL_SIZES if family.is_local else MOVED_SIZES if family.kind == "shift" else ()
+                COPIED_SIZES if family.is_local else MOVED_SIZES if family.kind == "shift" else ()
             )
             yield from self._first(family, early)
         yield from self._grow(SIZES)
         for number in range(MOST_ROUNDS):
             order = list(self._known)
+            if number >= ROUNDS and sum(k.turn_s for k in self._known.values()) > self._left_s():
+                order = [case for case, known in self._known.items() if known.turn_s <= SHORT_S]
             random.Random(number).shuffle(order)
             before = self._clock()
             done = False
@@ -169,7 +177,8 @@ class Agenda:
             # Twice at once: the first call is not timed.
             needed = self._compile_s + (2 + ROUNDS) * self._guess_s(case)
             rounds = sum(k.turn_s * max(0, ROUNDS + 1 - k.count) for k in self._known.values())
-            if always or needed + rounds < self._left_s():
+            kept = SHORT_SHARE * self._budget_s
+            if always or needed + rounds < self._left_s() - kept:
                 yield case, 1
 
     def _guess_s(self, case: Case) -> float:

@@ -25,6 +25,12 @@ MOVED_SIZES = (64 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 16 * MIB)
 LOCAL_SIZES = (256 * KIB, 4 * MIB)
 """Sizes at which what a device does by itself is measured."""
 
+COPIED_SIZES = (*LOCAL_SIZES, 16 * MIB, 64 * MIB)
+"""Those of copies: beyond some size, memory that is freed goes back to the system."""
+
+SHARED = ("copy", "sum", "encode", "decode", "wire", "work", "both")
+"""What all devices of the machine work on at once, each by itself."""
+
 CODECS = ("int8", "int4", "bfloat16")
 """Codecs that are measured, by name."""
 
@@ -81,6 +87,8 @@ class Family:
             return num_bytes == KIB
         if self.kind in OVERLAP:
             return num_bytes == LOCAL_SIZES[-1]
+        if self.kind == "copy":
+            return num_bytes in COPIED_SIZES
         if self.is_local:
             return num_bytes in LOCAL_SIZES
         if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from statistics import median
 
-from xcoll.calibration.families import CHAIN, CODECS, OVERLAP, Family
+from xcoll.calibration.families import CHAIN, CODECS, LOCAL_SIZES, OVERLAP, Family
 from xcoll.calibration.lines import line, rising
 from xcoll.calibration.result import Sample, Term
 from xcoll.codecs.table import named
-from xcoll.hardware.curves import MEASURABLE
+from xcoll.hardware.curves import MEASURABLE, Points
 from xcoll.hardware.fields import LARGEST
 from xcoll.natives import passed_ps
 from xcoll.runs import start_ps
@@ -90,13 +90,22 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if shifts and device.platform == "cpu":
         fitted, terms = _inside(fitted, shifts, _least(by_kind))
-    passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
-    if passes:
-        largest = {kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items()}
+    passes = {
+        kind: [s for s in found if s.num_bytes <= LOCAL_SIZES[-1]]
+        for (kind, *_), found in by_kind.items()
+        if kind in ("copy", "sum")
+    }
+    if any(passes.values()):
+        largest = {
+            kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items() if found
+        }
         for kind, sample in largest.items():
             terms.append(_of_sample(kind, sample))
         slowest = max(s.median_s / s.num_bytes for s in largest.values())
         fitted = replace(fitted, copy_bytes_per_s=_rate(slowest))
+        if "copy" in largest:
+            copies = next(found for (kind, *_), found in by_kind.items() if kind == "copy")
+            fitted = replace(fitted, fresh_points=_fresh(largest["copy"], copies))
     rates = []
     for codec in CODECS:
         ways = {}
@@ -123,6 +132,15 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
         off = (wire.spread_s + work.spread_s + both.spread_s) / shorter_s
         terms.append(_term("work beside a transfer: overlap", percent, "%", (off,)))
     return replace(fitted, codec_rates=tuple(rates)), terms
+
+
+def _fresh(usual: Sample, copies: Sequence[Sample]) -> Points:
+    """Returns what large copies take beyond the rate of a usual one, by size."""
+    large = sorted((s for s in copies if s.num_bytes > usual.num_bytes), key=lambda s: s.num_bytes)
+    beyond = [s.median_s - usual.median_s * s.num_bytes / usual.num_bytes for s in large]
+    steady = rising([max(0.0, time) for time in beyond], [s.count for s in large])
+    points = [(s.num_bytes, round(PS * time)) for s, time in zip(large, steady, strict=True)]
+    return ((usual.num_bytes, 0), *points) if points else ()
 
 
 def _least(by_kind: _Samples) -> float:

@@ -164,6 +164,9 @@ class Device:
         priced by its passes at ``copy_bytes_per_s`` (`xcoll.local_work`).
       permute_points: ``(bytes, time_ps)`` that the local part of a transfer was measured to take
         beside ``step_ps``; empty where ``memory_bytes_per_s`` says it for all sizes.
+      fresh_points: ``(bytes, time_ps)`` that a result was measured to take beyond what the rates
+        say, by its size: the memory of large ones is asked of the system each time. Empty where
+        nothing is known.
       overlap_percent: of local work (copies, codecs) that hides behind a transfer between hosts
         that runs at the same time and lasts as long; 0 where nothing is known to.
 
@@ -182,6 +185,7 @@ class Device:
     version: str = ""
     codec_rates: tuple[CodecRate, ...] = ()
     permute_points: Points = ()
+    fresh_points: Points = ()
     overlap_percent: int = 0
 
     def __post_init__(self) -> None:
@@ -194,9 +198,9 @@ class Device:
             "overlap_percent",
             whole("Device", "overlap_percent", self.overlap_percent, 0, 100),
         )
-        points = many("Device", "permute_points", self.permute_points)
-        points = rising_points("Device", "permute_points", points) if points else ()
-        _set(self, "permute_points", points)
+        for name in ("permute_points", "fresh_points"):
+            points = many("Device", name, getattr(self, name))
+            _set(self, name, rising_points("Device", name, points) if points else ())
         _set(self, "codec_rates", many("Device", "codec_rates", self.codec_rates, CodecRate))
         if self.kind in kinds() and self.platform != load(self.kind)["platform"]:
             raise ValueError(

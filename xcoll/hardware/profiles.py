@@ -17,7 +17,7 @@ import jax
 from xcoll.files import prepare_file, write_text
 from xcoll.records import is_version, read
 
-FORMAT = 1
+FORMAT = 2
 """Version of the files. What is measured, and what it means, is part of it."""
 
 PREFIX = "profile:"
