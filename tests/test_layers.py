@@ -10,8 +10,19 @@ ROOT = Path(__file__).parent.parent / "xcoll"
 
 LAYERS = (
     ("errors", "files", "streams", "units", "printing", "_compat"),
-    ("names", "memory", "records", "codecs", "permits", "policy", "topology", "hardware", "hosts"),
-    ("schedule", "proof", "plan", "ranks"),
+    (
+        "names",
+        "dtypes",
+        "memory",
+        "records",
+        "codecs",
+        "permits",
+        "policy",
+        "topology",
+        "hardware",
+        "hosts",
+    ),
+    ("schedule", "proof", "choosing", "plan", "ranks"),
     (
         "algorithms",
         "libtpu",

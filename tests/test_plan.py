@@ -6,7 +6,8 @@ import re
 import pytest
 
 from xcoll.algorithms import ALGORITHMS, hierarchical, torus, tree
-from xcoll.plan import ALGORITHM_NAMES, Plan, Request
+from xcoll.choosing import OPTIONS
+from xcoll.plan import Plan, Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
 from xcoll.schedule import COLLECTIVES
@@ -47,7 +48,7 @@ def test_json_both_ways(name):
 
 
 def test_the_names_of_all_algorithms_are_known():
-    assert sorted(ALGORITHM_NAMES) == sorted(ALGORITHMS)
+    assert sorted(OPTIONS) == sorted(ALGORITHMS)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +83,15 @@ def test_levels_that_are_nested_too_deeply():
         ring = '{"name": "ring", "options": [], "levels": []}'
         return json.dumps(data).replace('"CHOICE"', head * times + ring + tail * times)
 
-    assert len(Plan.from_json(nested(3)).stages[0].choice.levels) == 1
+    assert len(Plan.from_json(nested(1)).stages[0].choice.levels) == 1
+    with pytest.raises(ValueError, match="a level cannot be hierarchical"):
+        Plan.from_json(nested(2))
     with pytest.raises(ValueError, match="nested too deeply"):
         Plan.from_json(nested(50_000))
+
+
+def tree_with(*options):
+    return {"name": "tree", "options": options, "levels": []}
 
 
 REQUEST = ("request",)
@@ -114,7 +121,12 @@ STAGE = ("stages", 0)
         ((*REQUEST, "ranks"), 8, "plan.request: unknown field 'ranks'"),
         ((*REQUEST, "root"), ..., "plan.request: 'root' is missing"),
         ((*REQUEST, "root"), 8, "root 8 of 8 ranks"),
-        ((*REQUEST, "itemsize"), 0, "itemsize 0"),
+        ((*REQUEST, "itemsize"), 0, "dtype 'float32' with itemsize 0: its items have 4 bytes"),
+        ((*REQUEST, "dtype"), "float", "dtype 'float' with itemsize 4: jax has no such dtype"),
+        ((*REQUEST, "dtype"), "f4", "'f4' with itemsize 4: jax has no such dtype; write for"),
+        ((*REQUEST, "dtype"), "object", "'object' with itemsize 4: jax has no such dtype"),
+        ((*REQUEST, "dtype"), "float64", "its items have 8 bytes"),
+        ((*REQUEST, "platform"), "cuda", "unknown platform 'cuda'; valid: 'cpu', 'tpu'"),
         ((*REQUEST, "itemsize"), 4.0, "plan.request.itemsize: int is expected, not 4.0"),
         ((*REQUEST, "collective"), "all_reduc", "Did you mean 'all_reduce'?"),
         ((*REQUEST, "op"), "plus", "unknown op 'plus'"),
@@ -148,10 +160,19 @@ STAGE = ("stages", 0)
         ((*STAGE, "choice", "name"), "rng", "unknown algorithm 'rng'"),
         ((*STAGE, "choice", "options"), [["radix", "2"]], "options[0][1]: int is expected"),
         (
-            (*STAGE, "choice", "levels"),
-            [{"name": "rng", "options": [], "levels": []}],
+            (*STAGE, "choice"),
+            tree_with(("radx", 4)),
+            "unknown option of tree 'radx'",
+        ),
+        ((*STAGE, "choice"), tree_with(("radix", 1)), "tree(radix=1): must be at least 2"),
+        ((*STAGE, "choice"), tree_with(("radix", 2), ("radix", 4)), "give each once"),
+        ((*STAGE, "choice", "options"), [["radix", 2]], "unknown option of"),
+        (
+            (*STAGE, "choice"),
+            {"name": "hierarchical", "options": [], "levels": [tree_with() | {"name": "rng"}]},
             "Did you mean 'ring'?",
         ),
+        ((*STAGE, "choice", "levels"), [tree_with()], "only hierarchical has levels"),
         (("operations", 0, "axes"), ["rack"], "unknown axis 'rack'"),
         (("operations", 0, "count"), "many", "plan.operations[0].count: int is expected"),
         (("candidates", 0, "why"), "x", "plan.candidates[0]: unknown field 'why'"),

@@ -350,3 +350,9 @@ def test_many_contributors_are_abbreviated():
     schedule = build(tree(), "reduce", 20)
     with pytest.raises(ScheduleError, match=r"\.\.\. 20 ranks\}, holds chunk 0 of ranks \{0, 1, 2"):
         prove(replace(schedule, steps=schedule.steps[:-1]))
+
+
+@pytest.mark.parametrize("layout", ["side", "", None, ["full"]])
+def test_a_layout_that_is_none_is_refused(layout):
+    with pytest.raises(ValueError, match="unknown layout .*; valid: 'full', 'own'"):
+        replace(build(ring(), "all_reduce", 4), enter=layout)

@@ -291,7 +291,10 @@ def test_the_picture(tmp_path):
         (["--mesh", "1x4"], "two hosts or more"),
         (["--size", "4095"], "multiples of 4 KiB"),
         (["--profile", "none.json"], "no file 'none.json'"),
-        (["--mesh", "3x1"], "3 devices have to get as many elements each"),
+        (
+            ["--mesh", "3x1"],
+            "--size 4 KiB: 3 devices, of --mesh 3x1, can't have",
+        ),
         (["--profile", __file__], "a profile is of one mesh and rate, and there are 6"),
     ],
 )

@@ -22,10 +22,10 @@ from bench.wire.checking import WrongResultError, check
 from bench.wire.expected import Expected, payload_of
 from bench.wire.jobs import parse_cluster, read_job
 from bench.wire.options import jobs, parsed
-from bench.wire.programs import Program, compiled, mapped, mesh_of, place, program
+from bench.wire.programs import BODIES, Program, compiled, mapped, mesh_of, place, program
 from bench.wire.tables import cluster_tables
 from bench.wire.targets import MIB, Target, target
-from xcoll import Topology, codecs
+from xcoll import Topology, codecs, explain
 from xcoll.plan import Request
 from xcoll.planner import plan
 from xcoll.policy import Policy
@@ -142,6 +142,21 @@ def test_deviation_is_over_what_ranks_put_into_a_block():
     assert Expected("all_gather", SIGNS).deviation(1, moved) == pytest.approx(5 / 30)
 
 
+@pytest.mark.parametrize(
+    ("collective", "place_of_error", "largest"),
+    [("psum", 0, 6 + 60), ("psum_scatter", 0, 6 + 60), ("all_to_all", 1, 60)],
+)
+def test_shares_that_are_no_whole_blocks_count_all(collective, place_of_error, largest):
+    # Shares of three: a block of two holds parts of two shares, or of two ranks.
+    inputs = [np.float32([1, 2, 3, 4, 5, 6]), np.float32([10, 20, 30, 40, 50, 60])]
+    expected = Expected(collective, inputs)
+    sums = np.float32([11, 22, 33, 44, 55, 66])
+    moved = np.float32([1, 2, 3, 10, 20, 30])
+    result = {"psum": sums, "psum_scatter": sums[:3], "all_to_all": moved}[collective].copy()
+    result[place_of_error] += 5
+    assert expected.deviation(0, result, block=2) == 5 / largest
+
+
 def test_ranks_put_in_different_numbers():
     first, second = payload_of(0, 100), payload_of(1, 100)
     assert first.dtype == np.float32 and not np.array_equal(first, second)
@@ -165,6 +180,35 @@ def test_programs_return_what_numpy_does(collective, eight):
         assert (made.plan is None) == (variant == "lax")
         found = check(variant, made, x, Expected(collective, inputs), Meeting("check"), mesh)
         assert found.deviation <= found.limit < 1e-5  # payloads under 64 KiB stay exact
+
+
+@pytest.mark.parametrize("collective", ["psum", "psum_scatter", "all_gather", "all_to_all"])
+def test_codecs_of_shares_that_are_no_whole_blocks(collective):
+    mesh = mesh_of(2, 4)
+    # Of 64 KiB or more, so that a codec is used, and 4 numbers more than whole blocks of 256.
+    num_elements = 64 * 256 + 4 if collective == "all_gather" else 8 * (32 * 256 + 4)
+    inputs = [payload_of(rank, num_elements) for rank in range(8)]
+    x = place(mesh, inputs)
+    topology = Topology.parse("2*cpu:4@50Mbit", axes=dict(mesh.shape))
+    for variant in ("int8", "int4"):
+        made = program(variant, collective, mesh, topology, x)
+        assert made.plan.is_lossy
+        check(variant, made, x, Expected(collective, inputs), Meeting("shares"), mesh)
+
+
+@pytest.mark.parametrize("payload", [4, 100])
+def test_the_smallest_payloads_have_stages(payload, eight):
+    mesh = eight[0]
+    x = place(mesh, [np.ones(payload // 4, np.float32)] * 8)
+    forced = Policy(algorithm="hierarchical")
+    (site,) = explain(
+        mapped(mesh, BODIES["psum"]), x, policy=forced, topology="2*cpu:4@200Mbit"
+    ).sites
+    pieces = stage_pieces(site.plan)
+    assert len(pieces) == 3
+    for piece in pieces:
+        x = place(mesh, [np.ones(piece.num_items, np.float32)] * 8)
+        assert np.isfinite(compiled(mapped(mesh, piece.body), x)(x)).all()
 
 
 @pytest.mark.parametrize(

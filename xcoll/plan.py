@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from xcoll import records
+from xcoll.choosing import check_choice
 from xcoll.codecs import Codec
+from xcoll.dtypes import number
 from xcoll.errors import unknown
+from xcoll.hardware.links import Platform
 from xcoll.policy import Choice
 from xcoll.schedule import COLLECTIVES
 
@@ -23,22 +26,6 @@ EXACT = "; exact: "
 
 OPS = ("sum", "max", "min", "prod", "none")
 """How the values of a request combine."""
-
-ALGORITHM_NAMES = (
-    "native",
-    "ring",
-    "bidirectional_ring",
-    "recursive_doubling",
-    "halving_doubling",
-    "tree",
-    "double_tree",
-    "direct",
-    "bruck",
-    "pairwise",
-    "torus",
-    "hierarchical",
-)
-"""What a choice may name; `xcoll.algorithms.ALGORITHMS` describes them."""
 
 _JSON_VERSION = 4
 
@@ -260,6 +247,8 @@ def _check(plan: Plan) -> None:
     others = tuple(axis for axis, _ in request.in_step)
     _known("request.collective", "collective", request.collective, (*COLLECTIVES, "permute"))
     _known("request.op", "op", request.op, OPS)
+    _known("request.platform", "platform", request.platform, (*get_args(Platform), "unknown"))
+    _check_dtype(request)
     if len(set(request.axes)) != len(request.axes) or len(request.axes) != len(request.axis_sizes):
         raise ValueError(
             f"request: axes {request.axes} with sizes {request.axis_sizes}; each axis needs one"
@@ -268,10 +257,9 @@ def _check(plan: Plan) -> None:
         raise ValueError(
             f"request: in_step {request.in_step} beside axes {request.axes}; name each axis once"
         )
-    if request.root >= request.num_ranks or request.itemsize < 1:
+    if request.root >= request.num_ranks:
         raise ValueError(
-            f"request: root {request.root} of {request.num_ranks} ranks, itemsize"
-            f" {request.itemsize}; a root is one of the ranks, and an item at least a byte"
+            f"request: root {request.root} of {request.num_ranks} ranks; a root is one of the ranks"
         )
     if any(end >= request.num_ranks for pair in request.pairs for end in pair):
         raise ValueError(f"request: pairs {request.pairs} of {request.num_ranks} ranks")
@@ -280,7 +268,7 @@ def _check(plan: Plan) -> None:
     sizes = dict(zip(request.axes, request.axis_sizes, strict=True))
     for stage in plan.stages:
         _known("stages", "collective", stage.collective, (*COLLECTIVES, "permute"))
-        _check_choice(stage.choice)
+        check_choice("stages", stage.choice)
         if min(*stage.dims, stage.num_chunks, 1) < 1:
             raise ValueError(f"stages: {stage}: dims and numbers of chunks are at least 1")
         if stage.dims and math.prod(stage.dims) != stage.span.num_ranks:
@@ -300,6 +288,23 @@ def _check(plan: Plan) -> None:
         _known("plan", "axis", axis, request.axes)
 
 
+def _check_dtype(request: Request) -> None:
+    """Checks that jax has the dtype, with items of that size; those of keys have any."""
+    if request.dtype.startswith("key<") and request.itemsize:
+        return
+    dtype = number(request.dtype)
+    if dtype is None or dtype.name != request.dtype:
+        rule = "jax has no such dtype"
+    elif dtype.itemsize != request.itemsize:
+        rule = f"its items have {dtype.itemsize} bytes"
+    else:
+        return
+    raise ValueError(
+        f"request: dtype {request.dtype!r} with itemsize {request.itemsize}: {rule}; write for"
+        " example 'float32' with itemsize 4"
+    )
+
+
 def _check_span(stage: Stage, span: Span, sizes: dict[str, int]) -> None:
     for axis in span.axes:
         _known("plan", "axis", axis, tuple(sizes))
@@ -309,12 +314,6 @@ def _check_span(stage: Stage, span: Span, sizes: dict[str, int]) -> None:
             f"stages: {stage}: {span} does not fit a mesh of {sizes}: each of its axes is named"
             " once, and their ranks are whole blocks of num_ranks * stride"
         )
-
-
-def _check_choice(choice: Choice) -> None:
-    _known("stages", "algorithm", choice.name, ALGORITHM_NAMES)
-    for level in choice.levels:
-        _check_choice(level)
 
 
 def _known(where: str, kind: str, value: str, valid: tuple[str, ...]) -> None:

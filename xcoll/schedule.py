@@ -24,7 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from xcoll.errors import unknown
 
 COLLECTIVES = (
     "all_reduce",
@@ -177,6 +179,9 @@ class Schedule:
       replicates_sums: True where several ranks compute the same sum, each for itself
         (recursive doubling). The lowering then fences the operands, so that the compiler
         cannot round them differently on different ranks.
+
+    Raises:
+      ValueError: ``enter`` is no layout; `xcoll.proof.prove` checks the rest.
     """
 
     algorithm: str
@@ -187,6 +192,11 @@ class Schedule:
     enter: Layout = "full"
     root: int | None = None
     replicates_sums: bool = False
+
+    def __post_init__(self) -> None:
+        # What reads schedules asks for "own" only, and would take all else for "full".
+        if self.enter not in get_args(Layout):
+            raise ValueError(unknown("Schedule(enter=...)", "layout", self.enter, get_args(Layout)))
 
     def flat(self) -> Iterator[tuple[LocalOrWire, int]]:
         """Yields every step with its iteration, repeats written out."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from bench.cluster import requirements
 from bench.cluster.commands import ClusterError
 from bench.regret import figures, results
 from bench.regret.grid import Setting, cases
-from bench.regret.options import parser
+from bench.regret.options import SIZE_STEP, parser
 from bench.regret.plot import scatter
 from bench.regret.results import Result
 from bench.regret.summary import summary
 from bench.regret.tables import report
+from xcoll.units import readable_bytes
 
 CANT = 125
 """The exit code where the hosts can't be made."""
@@ -44,8 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f" {len(settings)}; name them with --mesh and --rate"
         )
     for setting in settings:
-        if any(size // 4 % setting.ranks for size in args.sizes):
-            words.error(f"--size: {setting.ranks} devices have to get as many elements each")
+        for size in args.sizes:
+            if size // 4 % setting.ranks:
+                words.error(
+                    f"--size {readable_bytes(size)}: {setting.ranks} devices, of --mesh"
+                    f" {setting.hosts}x{setting.devices}, can't have as many numbers each; give"
+                    f" multiples of {readable_bytes(math.lcm(SIZE_STEP, 4 * setting.ranks))}"
+                )
     file = args.out / "results.json"
     if not args.report and (reason := requirements.lacking()):
         print(f"bench.regret: {reason}", file=sys.stderr)

@@ -21,6 +21,10 @@ _QUICK = {
 """Two minutes of it: what `make bench` runs."""
 
 
+SIZE_STEP = 4096
+"""Sizes are multiples of so many bytes."""
+
+
 def parser() -> Parser:
     """Returns what reads the command line."""
     words = Parser(
@@ -69,6 +73,6 @@ def _mesh(text: str) -> tuple[int, int]:
 
 def _size(text: str) -> int:
     num_bytes = read_bytes("--size", text)
-    if num_bytes % 4096:
+    if not num_bytes or num_bytes % SIZE_STEP:
         raise ValueError(f"{text!r}: sizes are multiples of 4 KiB, so that all ranks have as much")
     return num_bytes

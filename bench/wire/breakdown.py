@@ -19,6 +19,7 @@ from xcoll import Policy, optimize
 from xcoll.codecs import Codec
 from xcoll.costmodel import operands, payload_elements
 from xcoll.plan import Plan, Stage
+from xcoll.schedule import SCATTERED
 from xcoll.units import readable_bytes
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ def stage_pieces(plan: Plan) -> list[Piece]:
         if _is_two_shot(plan.stages, number):
             collective = "all_reduce"
             next(numbers)
-        elements = cut[number].num_elements // stage.span.num_ranks * stage.span.num_ranks
+        elements = cut[number].num_elements
+        if collective in SCATTERED:
+            elements += -elements % stage.span.num_ranks
         pieces.append(
             Piece(
                 name=f"{number + 1}. {_NAMES[collective]} over {', '.join(stage.span.axes)}"

@@ -35,7 +35,8 @@ class Expected:
         """Returns a result's largest error, as a fraction of what ranks put into its block.
 
         ``max |result - exact| / sum over ranks of the largest magnitude in the block``; of what is
-        only moved the one rank counts that it comes from.
+        only moved the one rank counts that it comes from. Where ranks' shares are no whole blocks,
+        a block holds parts of several, which ones the plan decides: all that there is counts.
 
         Args:
           rank: whose result.
@@ -52,12 +53,22 @@ class Expected:
             raise ValueError("a result with values that are not finite")
         error = np.abs(result - exact)
         moved = error > 0
-        return float((error[moved] / self._combine(rank, block)[moved]).max(initial=0.0))
+        return float((error[moved] / self._largest(rank, block)[moved]).max(initial=0.0))
 
     @property
     def roundoff(self) -> float:
         """The largest deviation of an exact result, whatever the order of its sums."""
         return len(self.inputs) * _UNIT_ROUNDOFF if self.collective in REDUCTIONS else 0.0
+
+    def _largest(self, rank: int, block: int) -> np.ndarray:
+        """Returns for each element of a result what its error is a fraction of."""
+        by_block = self._combine(rank, block)
+        shares = 1 if self.collective == "all_gather" else len(self.inputs)
+        if block == 1 or self.inputs[0].size % (shares * block) == 0:
+            return by_block
+        largest = [float(np.abs(x).max()) for x in self.inputs]
+        is_sum = self.collective in REDUCTIONS
+        return np.full(by_block.shape, sum(largest) if is_sum else max(largest))
 
     def _combine(self, rank: int, block: int | None) -> np.ndarray:
         """Combines the ranks' values, or with ``block`` the largest magnitudes in their blocks."""

@@ -2,7 +2,6 @@
 
 from xcoll.algorithms.catalog import ALGORITHMS as ALGORITHMS
 from xcoll.algorithms.catalog import Algorithm as Algorithm
-from xcoll.algorithms.catalog import Option as Option
 from xcoll.algorithms.choices import bidirectional_ring as bidirectional_ring
 from xcoll.algorithms.choices import bruck as bruck
 from xcoll.algorithms.choices import direct as direct
@@ -16,7 +15,8 @@ from xcoll.algorithms.choices import ring as ring
 from xcoll.algorithms.choices import torus as torus
 from xcoll.algorithms.choices import tree as tree
 from xcoll.algorithms.registry import build as build
-from xcoll.algorithms.registry import check_choice as check_choice
 from xcoll.algorithms.registry import closed_form as closed_form
 from xcoll.algorithms.registry import part_of as part_of
 from xcoll.algorithms.registry import supports as supports
+from xcoll.choosing import Option as Option
+from xcoll.choosing import check_choice as check_choice

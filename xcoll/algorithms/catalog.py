@@ -17,19 +17,11 @@ from xcoll.algorithms import (
     twin_trees,
     two_way,
 )
+from xcoll.choosing import OPTIONS, Option
 from xcoll.schedule import COLLECTIVES, ClosedForm, Schedule
 
 Builder = Callable[..., Schedule]
 Former = Callable[..., ClosedForm]
-
-
-@dataclass(frozen=True)
-class Option:
-    """An integer option of an algorithm: what it is when not given, and its bounds."""
-
-    default: int
-    minimum: int
-    maximum: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +34,18 @@ class Algorithm:
         the number of ranks, the options, ``root`` for a rooted collective, and ``dims``
         where `needs_dims`.
       form: ``(collective, num_ranks, **options[, dims])`` to its closed form.
-      options: by name.
       needs_dims: it spans several levels or axes at once, whose sizes it must know.
     """
 
     name: str
     builders: Mapping[str, Builder] = field(repr=False)
     form: Former = field(repr=False)
-    options: Mapping[str, Option] = field(default_factory=dict)
     needs_dims: bool = False
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """Its options, by name."""
+        return OPTIONS[self.name]
 
     @property
     def collectives(self) -> tuple[str, ...]:
@@ -116,13 +111,11 @@ _TABLE = (
             "scatter": trees.tree_scatter,
         },
         form=trees.tree_form,
-        options={"radix": Option(2, 2, 1024)},
     ),
     Algorithm(
         name="double_tree",
         builders={"all_reduce": twin_trees.double_tree_all_reduce},
         form=twin_trees.double_tree_form,
-        options={"num_chunks": Option(8, 1, 1024)},
     ),
     Algorithm(
         name="bruck",
@@ -151,7 +144,6 @@ _TABLE = (
             "all_to_all": lambda n, shots=2: oneshot.direct_all_to_all(n),
         },
         form=oneshot.direct_form,
-        options={"shots": Option(2, 1, 2)},
     ),
     Algorithm(
         name="torus",
@@ -167,10 +159,9 @@ _TABLE = (
         name="hierarchical",
         builders={"all_reduce": pipelines.pipelined_all_reduce},
         form=pipelines.pipelined_form,
-        options={"num_segments": Option(1, 1, 65536)},
         needs_dims=True,
     ),
 )
 
 ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _TABLE}
-"""Every algorithm, by name. An addition is one entry of this module's table."""
+"""Every algorithm, by name. An addition is one entry here, and its options in `xcoll.choosing`."""

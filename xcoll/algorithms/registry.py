@@ -1,4 +1,4 @@
-"""Building the algorithms of the catalog, and checking choices of them."""
+"""Building the algorithms of the catalog, and what choices of them can do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from xcoll.algorithms.catalog import ALGORITHMS, Algorithm
+from xcoll.choosing import check_choice
 from xcoll.errors import UnsupportedError, unknown
 from xcoll.policy import Choice
 from xcoll.schedule import COLLECTIVES, ROOTED, ClosedForm, Schedule
@@ -68,44 +69,6 @@ def _supports_levels(choice: Choice, collective: str) -> str | None:
             if reason is not None:
                 return f"level {number} of {choice}: {reason}"
     return None
-
-
-def check_choice(call: str, choice: Choice) -> None:
-    """Checks that a choice names an algorithm and its options.
-
-    Args:
-      call: how the message names the call.
-      choice: what to check; its levels are checked too.
-
-    Raises:
-      ValueError: the algorithm or an option is unknown, or an option is out of bounds.
-
-    >>> check_choice("psum", Choice("rng"))
-    Traceback (most recent call last):
-    ValueError: psum: unknown algorithm 'rng'; valid: 'native', ... Did you mean 'ring'?
-    """
-    if choice.name not in ALGORITHMS:
-        raise ValueError(unknown(call, "algorithm", choice.name, ALGORITHMS))
-    algorithm = ALGORITHMS[choice.name]
-    for name, value in choice.options:
-        if name not in algorithm.options:
-            raise ValueError(unknown(call, f"option of {choice.name}", name, algorithm.options))
-        option = algorithm.options[name]
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{call}: {choice.name}({name}={value!r}): must be an integer")
-        if value < option.minimum or (option.maximum is not None and value > option.maximum):
-            most = "" if option.maximum is None else f" and at most {option.maximum}"
-            raise ValueError(
-                f"{call}: {choice.name}({name}={value}): must be at least {option.minimum}{most}"
-            )
-    if choice.levels and choice.name != "hierarchical":
-        raise ValueError(f"{call}: {choice}: only hierarchical has levels, {choice.name} has none")
-    for level in choice.levels:
-        if level.name == "hierarchical":
-            raise ValueError(
-                f"{call}: {choice}: a level cannot be hierarchical; give hierarchical more levels"
-            )
-        check_choice(call, level)
 
 
 @lru_cache(maxsize=512)

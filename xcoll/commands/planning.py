@@ -10,12 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Group
 from rich.table import Table
 
 from xcoll.commands.usage import UsageError, read_axes, say, show
+from xcoll.dtypes import number
 from xcoll.errors import unknown
 from xcoll.plan import Plan, Request
 from xcoll.planner import plan
@@ -146,14 +146,9 @@ def _op(name: str, collective: str, given: str | None) -> str:
 
 
 def _dtype(text: str) -> np.dtype[Any]:
-    try:
-        dtype = jnp.dtype(text)
-        # Numpy has dtypes that jax has not, such as strings, objects and long doubles.
-        known = getattr(jnp, dtype.name, None) is not None
-        if known and (dtype == jnp.bool or jnp.issubdtype(dtype, jnp.number)):
-            return dtype
-    except (TypeError, ValueError, SyntaxError, DeprecationWarning):
-        pass
+    dtype = number(text)
+    if dtype is not None:
+        return dtype
     raise UsageError(
         f"--dtype {text!r}: no dtype of numbers or bools that jax has; write for example float32,"
         " bfloat16, int8 or bool"
