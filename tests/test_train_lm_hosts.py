@@ -4,6 +4,7 @@ import doctest
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_devices import make_mesh
 from lm_model import Config
+from rich.console import Console
 
 from xcoll import Topology, hlo
 
@@ -100,9 +102,27 @@ def test_the_curves_are_drawn(trained):
 def test_only_the_table_is_for_people(trained):
     done, _ = trained
     assert "ok   replicas identical" in done.stderr
-    for name in NAMES:
-        assert f"│ {name} " in done.stderr
+    heads = next(line for line in done.stderr.splitlines() if NAMES[0] in line and "┃" in line)
+    assert heads.replace("┃", "").split() == NAMES
     assert "…" not in done.stderr
+
+
+def test_the_table_fits_80_columns(trained):
+    figures = json.loads(trained[0].stdout)
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(lm_figures.table(figures))
+    text = shown.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    rows = {row[0]: row[1:] for line in text.splitlines() if len(row := cells(line)) == 5}
+    losses = [f"{row['final_loss']:.4f}" for row in figures["variants"].values()]
+    assert rows["loss"] == losses
+    assert len(rows) == 11
+
+
+def cells(line):
+    return [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
 
 
 def job(mesh: Mesh) -> lm_job.Job:
