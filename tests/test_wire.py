@@ -423,6 +423,16 @@ def test_tables_fit_a_terminal_and_cut_nothing(width):
 # On hosts.
 
 
+def test_a_profile_that_is_none_is_said_in_a_line(tmp_path, capfd):
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    words = ["--loopback", "--cluster", "2x1", "--small-cluster", "", "--rate", "1gbit"]
+    assert command_line.main([*words, "--payload", "64", "--profile", str(path)]) == 1
+    said = capfd.readouterr().err
+    assert f"bench.wire: --profile: Topology.load: {path}" in said
+    assert "Traceback" not in said
+
+
 def test_a_small_run_on_hosts(tmp_path, capsys, monkeypatch):
     if reason := requirements.lacking():
         pytest.skip(reason)

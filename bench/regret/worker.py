@@ -49,9 +49,12 @@ def main() -> int:
         def tell(share: float, what: str) -> None:
             progress.update(tuning, completed=round(100 * share), description=what)
 
-        topology, launch_s = planned_from.profile(
-            args.profile, mesh, meeting, args.tune_budget, tell
-        )
+        try:
+            topology, launch_s = planned_from.profile(
+                args.profile, mesh, meeting, args.tune_budget, tell
+            )
+        except ValueError as err:  # the same on every host
+            sys.exit(f"bench.regret: --profile: {err}")
         progress.remove_task(tuning)
         task = progress.add_task(str(setting), total=len(wanted))
         for case in wanted:

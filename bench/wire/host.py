@@ -36,7 +36,10 @@ def main() -> int:
     jax.distributed.initialize()
     meeting = Meeting("wire", timeout_s=3600)
     mesh = mesh_of(job.hosts, job.devices)
-    topology = topology_of(job, mesh, out.parent)
+    try:
+        topology = topology_of(job, mesh, out.parent)
+    except ValueError as err:  # the same on every host
+        sys.exit(f"bench.wire: --profile: {err}")
     facts = machine(meeting)
     with contextlib.ExitStack() as stack:
         peers, notes = stack.enter_context(peers_of(job, meeting))
