@@ -10,10 +10,12 @@ from jax import lax
 from spmd import assert_same_bits, mesh_of
 
 import xcoll
-from xcoll import Policy, hlo, sharing
+from xcoll import Policy, codecs, hlo, sharing
 from xcoll.algorithms import hierarchical
 from xcoll.hlo.auditing import audit
-from xcoll.plan import Plan, Span
+from xcoll.plan import Plan, Request, Span
+from xcoll.planner import plan
+from xcoll.topology import CodecRate
 
 P = jax.P
 RATE = "200Mbit"
@@ -30,7 +32,7 @@ MESHES = {
 }
 
 
-def planned(name, choice, policy=None, elements=16384, copy_bytes_per_s=None):
+def planned(name, choice, policy=None, elements=16384, codec_rates=()):
     """Runs a psum over all axes of a mesh; returns inputs, results by rank, plan and program."""
     axes, sizes, text = MESHES[name]
     mesh = mesh_of(*sizes, names=axes)
@@ -41,9 +43,8 @@ def planned(name, choice, policy=None, elements=16384, copy_bytes_per_s=None):
     )
     policy = policy or Policy(algorithm=choice)
     topology = xcoll.Topology.parse(f"{text}@{RATE}", axes=dict(zip(axes, sizes, strict=True)))
-    if copy_bytes_per_s:
-        device = dataclasses.replace(topology.device, copy_bytes_per_s=copy_bytes_per_s)
-        topology = dataclasses.replace(topology, device=device)
+    device = dataclasses.replace(topology.device, codec_rates=codec_rates)
+    topology = dataclasses.replace(topology, device=device)
     ours = xcoll.optimize(body, policy=policy, topology=topology)
     sharding = jax.NamedSharding(mesh, P(axes))
     compiled = jax.jit(ours).lower(jax.device_put(x, sharding)).compile()
@@ -102,8 +103,11 @@ def test_without_devices_beside_there_are_no_turns():
 def test_chunks_change_no_bit(name, top, codec):
     """The same blocks are encoded, whatever chunk they are in."""
     policy = Policy(algorithm=hierarchical("native", top), codec={"host": codec}, min_bytes=0)
-    # A codec so slow that its work is worth hiding.
-    slow = dict(elements=8 * 16384, copy_bytes_per_s=30_000_000)
+    # A codec so slow that its work is worth hiding, though chunks are to be joined.
+    rate = CodecRate(
+        codec=str(codecs.named(codec)), encode_bytes_per_s=10**7, decode_bytes_per_s=10**7
+    )
+    slow = dict(elements=8 * 16384, codec_rates=(rate,))
     _, whole, plan, *_ = planned(name, None, policy, **slow)
     assert any(stage.num_chunks > 1 for stage in plan.stages)
     assert_same_bits(whole, np.broadcast_to(whole[:1], whole.shape), "replicas")
@@ -118,6 +122,24 @@ def test_chunks_change_no_bit(name, top, codec):
     assert all(stage.num_chunks == 1 for stage in single.stages)
     assert_same_bits(whole, once)
     assert plan.predicted_time_ps < single.predicted_time_ps
+
+
+def test_chunks_pay_for_being_joined():
+    """Where copies are slow, what joins the chunks takes longer than what they hide."""
+    axes = {"host": 2, "device": 4}
+    rate = CodecRate(codec="int8", encode_bytes_per_s=10**7, decode_bytes_per_s=10**7)
+    request = Request("all_reduce", "sum", tuple(axes), (2, 4), "float32", 4, ((8 * 16384,),))
+    top = hierarchical("native", "recursive_doubling")
+    policy = Policy(algorithm=top, codec={"host": "int8"}, min_bytes=0)
+    topology = xcoll.Topology.parse(f"2*cpu:4@{RATE}", axes=axes)
+    chunks = []
+    for copy_bytes_per_s in (10**10, 10**6):
+        device = dataclasses.replace(
+            topology.device, codec_rates=(rate,), copy_bytes_per_s=copy_bytes_per_s
+        )
+        made = plan(request, dataclasses.replace(topology, device=device), policy)
+        chunks.append(max(stage.num_chunks for stage in made.stages))
+    assert chunks[0] > 1 == chunks[1]
 
 
 def test_json_keeps_turns_and_chunks():
