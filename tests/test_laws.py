@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter
@@ -53,11 +54,18 @@ def mesh_2x4() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), AXES)
 
 
+@functools.cache
 def program(collective):
     return jax.shard_map(
         COLLECTIVES[collective], mesh=mesh_2x4(), in_specs=P(AXES), out_specs=P(AXES),
         check_vma=False,
     )  # fmt: skip
+
+
+@functools.cache
+def plain(collective):
+    """XLA's own, for all cases of a shape and dtype compiled once."""
+    return jax.jit(program(collective))
 
 
 def small_integers(shape, dtype):
@@ -68,11 +76,10 @@ def small_integers(shape, dtype):
 @pytest.mark.parametrize(("choice", "collective"), FLAT + NESTED, ids=str)
 def test_bytes_and_numbers(choice, collective, dtype):
     """Operand bytes predicted by operation and axes are those that the audit finds."""
-    fn = program(collective)
     x = small_integers((8 * 16, 67), dtype)
-    ours = xcoll.optimize(fn, policy=xcoll.Policy(algorithm=choice))
+    ours = xcoll.optimize(program(collective), policy=xcoll.Policy(algorithm=choice))
     compiled = jax.jit(ours).lower(x).compile()
-    np.testing.assert_array_equal(compiled(x), jax.jit(fn)(x))
+    np.testing.assert_array_equal(compiled(x), plain(collective)(x))
     (site,) = ours.reports[-1].sites
     if choice.name == "native":
         assert site.plan is None or site.plan.is_native
@@ -114,8 +121,8 @@ def test_never_lose_leaves_the_program_unchanged(collective, given):
     fn = program(collective)
     x = small_integers((8 * 16, 64), "float32")
     ours = xcoll.optimize(fn, topology=given)
-    plain = jax.jit(fn).lower(x).compile().as_text()
-    assert hlo.canonical(jax.jit(ours).lower(x).compile().as_text()) == hlo.canonical(plain)
+    theirs = jax.jit(fn).lower(x).compile().as_text()
+    assert hlo.canonical(jax.jit(ours).lower(x).compile().as_text()) == hlo.canonical(theirs)
     (site,) = ours.reports[-1].sites
     assert site.kept_reason and site.plan.is_native
 
@@ -162,13 +169,12 @@ def test_nothing_silent():
 @pytest.mark.parametrize(("choice", "collective"), REDUCTIONS, ids=str)
 def test_non_finite_values_stay_where_they_are(choice, collective, bad):
     """An element is non-finite exactly where the exact sum is: padding leaks nothing."""
-    fn = program(collective)
     x = np.array(small_integers((8 * 16, 67), "float32"))
     x[17, 5] = bad
     x[16 * 6 + 1, 5] = -bad  # the same element of another rank's shard: inf - inf is nan
     x[3, 66] = bad
-    out = jax.jit(xcoll.optimize(fn, policy=xcoll.Policy(algorithm=choice)))(x)
-    np.testing.assert_array_equal(out, jax.jit(fn)(x))
+    ours = xcoll.optimize(program(collective), policy=xcoll.Policy(algorithm=choice))
+    np.testing.assert_array_equal(jax.jit(ours)(x), plain(collective)(x))
 
 
 def test_deterministic_sums_are_in_rank_order_on_any_mesh():
