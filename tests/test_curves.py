@@ -278,6 +278,22 @@ def test_a_result_is_given_its_memory_once(collective, num_bytes, result_s):
         assert after.native_time_ps == before.native_time_ps, "it is priced at its best"
 
 
+def test_native_as_a_stage_is_given_memory_beyond_its_curve():
+    # Of its curve's last size, 2 MiB, one MiB is in the curve; of 3 MiB another one is added, as of
+    # the plan's result both.
+    points = curve((KIB, 10**9), (2 * MIB, 2 * 10**9), collective="all_to_all", axes=("device",))
+    choice = hierarchical("native", "pairwise")
+    before, after = (
+        plan(
+            request(3 * MIB, "all_to_all"),
+            replace(topology, measured=(points,)),
+            Policy(algorithm=choice),
+        )
+        for topology in (HOSTS, FRESH)
+    )
+    assert after.predicted_time_ps == before.predicted_time_ps + (1 + 2) * 10**12
+
+
 def test_a_payload_of_whole_blocks_is_not_packed():
     def priced(num_bytes):
         int8 = Policy(algorithm="ring", codec="int8", min_bytes=0)

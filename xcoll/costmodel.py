@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from xcoll.algorithms import ALGORITHMS, build, closed_form
-from xcoll.hardware.curves import between
 from xcoll.loads import span_digits
 from xcoll.local_work import coding_ps
-from xcoll.natives import native_on, transfer_ps
+from xcoll.natives import SHARES, native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
@@ -39,9 +38,6 @@ NATIVE_AS = {
 """What stands for the collectives that jax.lax lacks (`xcoll.composites`); on a GPU, XLA has a
 broadcast."""
 
-
-SHARES = ("reduce_scatter", "scatter")
-"""Collectives that leave each rank a share of the payload."""
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 """XLA's collectives that compute."""
@@ -344,15 +340,3 @@ def _shuffles(choice: Choice, collective: str) -> int:
 def packing_ps(device: Device, num_bytes: int) -> int:
     """Returns the time to put the sites of a group into one buffer, and to take them out."""
     return 2 * transfer_ps(num_bytes, device.copy_bytes_per_s)
-
-
-def fresh_ps(device: Device, request: Request) -> int:
-    """Returns what a plan's result takes beyond the rates, for its memory."""
-    if not device.fresh_points:
-        return 0
-    num_bytes = request.num_bytes
-    if request.collective in ("all_gather", "gather"):
-        num_bytes *= request.num_ranks
-    elif request.collective in SHARES:
-        num_bytes //= request.num_ranks
-    return between(device.fresh_points, num_bytes)

@@ -24,6 +24,10 @@ PS = 10**12
 """Picoseconds in a second."""
 
 
+SHARES = ("reduce_scatter", "scatter")
+"""Collectives that leave each rank a share of the payload."""
+
+
 def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
     """Returns the picoseconds that bytes take, rounded up."""
     return -(-num_bytes * PS // bytes_per_s)
@@ -34,6 +38,33 @@ def passed_ps(device: Device, num_bytes: int) -> int:
     if device.permute_points:
         return between(device.permute_points, num_bytes)
     return transfer_ps(num_bytes, device.memory_bytes_per_s)
+
+
+def fresh_ps(device: Device, collective: str, num_bytes: int, num_ranks: int) -> int:
+    """Returns what the memory of a collective's result takes beyond the rates.
+
+    Args:
+      device: the devices.
+      collective: what gives the result.
+      num_bytes: bytes of the operand on each rank.
+      num_ranks: ranks that it connects.
+    """
+    if not device.fresh_points:
+        return 0
+    if collective in ("all_gather", "gather"):
+        num_bytes *= num_ranks
+    elif collective in SHARES:
+        num_bytes //= num_ranks
+    return between(device.fresh_points, num_bytes)
+
+
+def _fresh_beyond(device: Device, span: Span, curve: Curve, num_bytes: int) -> int:
+    """Returns what the memory of a result takes beyond what is in a curve's last point."""
+    largest = curve.points[-1][0]
+    whole, known = (
+        fresh_ps(device, curve.collective, size, span.num_ranks) for size in (num_bytes, largest)
+    )
+    return whole - known
 
 
 def _share(num_bytes: int, parts: int, of: int) -> int:
@@ -94,7 +125,8 @@ def native_on(
             if num_bytes <= curve.points[-1][0]:
                 return curve.time_ps(num_bytes)
             price = functools.partial(native_ps, topology.device, digits, collective)
-            return _beyond(curve, num_bytes, price, at_best)
+            fresh = 0 if at_best else _fresh_beyond(topology.device, span, curve, num_bytes)
+            return _beyond(curve, num_bytes, price, at_best) + fresh
     return native_ps(topology.device, digits, collective, num_bytes)
 
 
