@@ -31,7 +31,7 @@ GAIN_PERCENT = 10
 """A decomposition must be predicted this much faster than XLA's own collective."""
 
 START_GAIN_PERCENT = 50
-"""The same where a measured collective's time is mostly its start: prices are off by more there."""
+"""The same where a third of a measured time or more is the start: prices are off by more there."""
 
 _MEASURED_GAIN_PERCENT = 2
 

@@ -149,12 +149,12 @@ class Options:
         return native_on(self.topology, span, digits, collective, num_bytes, at_best=True)
 
     def _starts(self) -> bool:
-        """Whether native, as measured, takes less than twice its time for next to nothing."""
+        """Whether native takes less than three times what it was measured to for next to nothing."""
         if self.topology.device is None or not self.topology.measured:
             return False
         collective = native_as(self.request.collective, self.topology.device.platform)
         curve = self.topology.curve(collective, self.request.axes)
-        return curve is not None and (self.native.time_ps or 0) < 2 * curve.points[0][1]
+        return curve is not None and (self.native.time_ps or 0) < 3 * curve.points[0][1]
 
     def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:
         """Returns the plan of an option, with the others as the candidates that it beat."""
