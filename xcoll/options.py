@@ -149,7 +149,7 @@ class Options:
         return native_on(self.topology, span, digits, collective, num_bytes, at_best=True)
 
     def _starts(self) -> bool:
-        """Whether native takes less than three times what it was measured to for next to nothing."""
+        """Whether native takes less than three times what was measured for next to nothing."""
         if self.topology.device is None or not self.topology.measured:
             return False
         collective = native_as(self.request.collective, self.topology.device.platform)
