@@ -259,17 +259,18 @@ FRESH = replace(HOSTS, device=replace(HOSTS.device, fresh_points=((MIB, 0), (3 *
 
 
 @pytest.mark.parametrize(
-    ("collective", "num_bytes", "result_s"),
+    ("collective", "num_bytes", "flat_s", "levels_s"),
     [
-        ("all_gather", MIB // 4, 1),  # on 8 devices: 2 MiB
-        ("all_to_all", 2 * MIB, 1),
-        ("all_reduce", 3 * MIB, 2),
-        ("reduce_scatter", 8 * MIB, 0),
+        ("all_gather", MIB // 4, 2, 1),  # 2 MiB on 8 devices, 1/2 MiB over the hosts
+        ("all_to_all", 2 * MIB, 2, 2),
+        ("all_reduce", 3 * MIB, 4, 2),  # of the hosts' stage 3/4 MiB
+        ("reduce_scatter", 8 * MIB, 0, 0),  # 1 MiB
     ],
 )
-def test_a_result_is_given_its_memory_once(collective, num_bytes, result_s):
+def test_results_are_given_their_memory(collective, num_bytes, flat_s, levels_s):
+    """Those of the plan, and of its stages that are not native."""
     name = "bruck" if collective == "all_to_all" else "ring"
-    for choice in (name, hierarchical("native", name)):
+    for choice, result_s in ((name, flat_s), (hierarchical("native", name), levels_s)):
         before, after = (
             plan(request(num_bytes, collective), topology, Policy(algorithm=choice))
             for topology in (HOSTS, FRESH)
@@ -279,8 +280,8 @@ def test_a_result_is_given_its_memory_once(collective, num_bytes, result_s):
 
 
 def test_native_as_a_stage_is_given_memory_beyond_its_curve():
-    # Of its curve's last size, 2 MiB, one MiB is in the curve; of 3 MiB another one is added, as of
-    # the plan's result both.
+    # Of its curve's last size, 2 MiB, one is in the curve; of 3 MiB one more is added, and of
+    # the other stage's result and of the plan's two each.
     points = curve((KIB, 10**9), (2 * MIB, 2 * 10**9), collective="all_to_all", axes=("device",))
     choice = hierarchical("native", "pairwise")
     before, after = (
@@ -291,7 +292,7 @@ def test_native_as_a_stage_is_given_memory_beyond_its_curve():
         )
         for topology in (HOSTS, FRESH)
     )
-    assert after.predicted_time_ps == before.predicted_time_ps + (1 + 2) * 10**12
+    assert after.predicted_time_ps == before.predicted_time_ps + (1 + 2 + 2) * 10**12
 
 
 def test_a_payload_of_whole_blocks_is_not_packed():

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
 from xcoll.local_work import coding_ps
-from xcoll.natives import SHARES, native_on, transfer_ps
+from xcoll.natives import SHARES, fresh_ps, native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
@@ -231,7 +231,7 @@ class Pricer:
             sent += native_on(self.topology, stage.span, shape.digits, collective, num_bytes)
         result = shape.result_slots * operand.slot_elements * self.itemsize
         joined = transfer_ps(result, device.copy_bytes_per_s) if chunks > 1 else 0
-        return _in_chunks(device, sent, local, chunks) + joined
+        return _in_chunks(device, sent, local, chunks) + joined + fresh_ps(device, result)
 
     def _itemsize_in(self, collective: str) -> int:
         return self.summed_itemsize if collective in REDUCTIONS else self.itemsize

@@ -40,29 +40,23 @@ def passed_ps(device: Device, num_bytes: int) -> int:
     return transfer_ps(num_bytes, device.memory_bytes_per_s)
 
 
-def fresh_ps(device: Device, collective: str, num_bytes: int, num_ranks: int) -> int:
-    """Returns what the memory of a collective's result takes beyond the rates.
+def fresh_ps(device: Device, num_bytes: int) -> int:
+    """Returns what a result of so many bytes takes beyond the rates, for its memory."""
+    return between(device.fresh_points, num_bytes) if device.fresh_points else 0
 
-    Args:
-      device: the devices.
-      collective: what gives the result.
-      num_bytes: bytes of the operand on each rank.
-      num_ranks: ranks that it connects.
-    """
-    if not device.fresh_points:
-        return 0
+
+def result_bytes(collective: str, num_bytes: int, num_ranks: int) -> int:
+    """Returns the bytes of a collective's result on a rank, of those of its operand."""
     if collective in ("all_gather", "gather"):
-        num_bytes *= num_ranks
-    elif collective in SHARES:
-        num_bytes //= num_ranks
-    return between(device.fresh_points, num_bytes)
+        return num_bytes * num_ranks
+    return num_bytes // num_ranks if collective in SHARES else num_bytes
 
 
 def _fresh_beyond(device: Device, span: Span, curve: Curve, num_bytes: int) -> int:
     """Returns what the memory of a result takes beyond what is in a curve's last point."""
-    largest = curve.points[-1][0]
     whole, known = (
-        fresh_ps(device, curve.collective, size, span.num_ranks) for size in (num_bytes, largest)
+        fresh_ps(device, result_bytes(curve.collective, size, span.num_ranks))
+        for size in (num_bytes, curve.points[-1][0])
     )
     return whole - known
 

@@ -25,7 +25,7 @@ from xcoll.costmodel import (
     payload_elements,
 )
 from xcoll.loads import span_digits
-from xcoll.natives import fresh_ps, native_on, transfer_ps
+from xcoll.natives import fresh_ps, native_on, result_bytes, transfer_ps
 from xcoll.plan import Candidate, Plan, Request, Stage
 from xcoll.policy import Policy
 from xcoll.precision import max_error
@@ -94,7 +94,7 @@ class Options:
         moved = moved_elements(request, stages, elements)
         time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
         own = self.request
-        time += fresh_ps(device, own.collective, own.num_bytes, own.num_ranks)
+        time += fresh_ps(device, result_bytes(own.collective, own.num_bytes, own.num_ranks))
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4
