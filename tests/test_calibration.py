@@ -270,6 +270,9 @@ def test_what_is_short_is_measured_more_often():
         if case.num_bytes >= 2**20 and "host" in case.family.axes and not case.family.is_local
     ]
     assert min(small) > max(large) >= 2
+    # The start of a step and of a program are part of every price.
+    starts = [count for case, count in counts.items() if case.family.kind in ("launch", "chain")]
+    assert min(starts) > 2 * np.median(small)
 
 
 def test_permutes_inside_a_host_are_kept_size_by_size():

@@ -37,6 +37,9 @@ OVERLAP = ("wire", "work", "both")
 SHARED = ("copy", "sum", "encode", "decode", *OVERLAP)
 """What all devices of the machine work on at once, each by itself."""
 
+STARTS = ("launch", "chain")
+"""What starting a program and a step takes: every price has some of it."""
+
 CHAIN = 8
 """Small permutes in a row, by which the start of a step is measured: single ones vary."""
 
