@@ -210,6 +210,15 @@ def test_terms_are_found_again():
     assert topology.axis_sizes == HOSTS.axis_sizes
 
 
+@pytest.mark.parametrize("chain_step_s", [STEP_S / 2, 0.01])
+def test_a_step_takes_no_longer_than_a_permute_alone(chain_step_s):
+    chain = sample("chain", 1024, LAUNCH_S + 8 * chain_step_s, ("host",), "host")
+    topology, _ = fit(HOSTS, families(HOSTS), [*written_samples(), chain])
+    # Of the three between hosts, that one way is the middle one.
+    alone_s = STEP_S + 1024 / MEMORY + LATENCY_S + 4 * 1024 / WIRE
+    assert topology.device.step_ps / 1e12 == pytest.approx(min(chain_step_s, alone_s), rel=1e-6)
+
+
 def test_what_large_results_take_beyond_the_rates():
     samples = written_samples()
     # 16 MiB at the rate of 4 MiB, 64 MiB at half of it.

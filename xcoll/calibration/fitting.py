@@ -144,16 +144,25 @@ def _fresh(usual: Sample, copies: Sequence[Sample]) -> Points:
 
 
 def _least(by_kind: _Samples) -> float:
-    """Returns a step's start: of a chain's steps, or what the smallest permutes take at least."""
-    for (kind, *_), samples in by_kind.items():
-        if kind == "chain":
-            return median(s.median_s for s in samples) / CHAIN
-    found = [
+    """Returns a step's start: of a chain's steps, or what the smallest permutes take at least.
+
+    A step of a chain starts no later than a permute that is alone, which is measured more often.
+    """
+    chains = [s.median_s for (kind, *_), found in by_kind.items() if kind == "chain" for s in found]
+    alone = [
         [s.median_s for s in samples if s.num_bytes <= _SMALL_BYTES]
         for (kind, *_), samples in by_kind.items()
         if kind in ("shift", "one_way", "unlike")
     ]
-    return min((median(times) for times in found if times), default=0.0)
+    least = min((median(times) for times in alone if times), default=0.0)
+    if not chains:
+        return least
+    single = [
+        min(samples, key=lambda s: s.num_bytes).median_s
+        for (kind, *_), samples in by_kind.items()
+        if kind in ("one_way", "swap", "unlike")
+    ]
+    return min([median(chains) / CHAIN, *([median(single)] if single else [])])
 
 
 def _inside(device: Device, shifts: Sequence[Sample], step_s: float) -> tuple[Device, list[Term]]:
