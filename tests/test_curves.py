@@ -305,3 +305,23 @@ def test_a_payload_of_whole_blocks_is_not_packed():
     # int8 encodes blocks of 256 elements, 1 KiB. What is longer is padded, and cut again.
     assert priced(MIB) == 0
     assert priced(MIB + 4) >= 2 * MIB * 10**12 // HOSTS.device.copy_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("levels", "is_mixed"),
+    [
+        (("native", "ring"), True),
+        (("ring", "native"), True),
+        (("ring", "ring"), False),
+        (("native", "native"), False),
+        (("direct", "native"), False),
+    ],
+)
+def test_small_permutes_beside_collectives_of_xla_pay_for_a_start(levels, is_mixed):
+    policy = Policy(algorithm=hierarchical(*levels))
+    before = plan(request(64 * KIB), HOSTS, policy).predicted_time_ps
+    for most_ps, is_small in ((9 * 10**9, True), (16 * 10**9, False)):
+        points = curve((KIB, 5 * 10**9), (64 * KIB, most_ps))
+        after = plan(request(64 * KIB), replace(HOSTS, measured=(points,)), policy)
+        more_ps = 5 * 10**9 if is_mixed and is_small else 0
+        assert after.predicted_time_ps == before + more_ps

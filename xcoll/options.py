@@ -95,6 +95,10 @@ class Options:
         time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
         own = self.request
         time += fresh_ps(device, result_bytes(own.collective, own.num_bytes, own.num_ranks))
+        if device.platform == "cpu" and self._starts() and _is_mixed(stages):
+            # Small collectives and permutes of Gloo hold each other up, by about as much as
+            # native's start; a stage's own curve has none of it.
+            time += self._start_ps()
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4
@@ -150,11 +154,15 @@ class Options:
 
     def _starts(self) -> bool:
         """Whether native takes less than three times what was measured for next to nothing."""
+        return (self.native.time_ps or 0) < 3 * self._start_ps()
+
+    def _start_ps(self) -> int:
+        """Returns what native was measured to take for next to nothing; 0 where it was not."""
         if self.topology.device is None or not self.topology.measured:
-            return False
+            return 0
         collective = native_as(self.request.collective, self.topology.device.platform)
         curve = self.topology.curve(collective, self.request.axes)
-        return curve is not None and (self.native.time_ps or 0) < 3 * curve.points[0][1]
+        return 0 if curve is None else curve.points[0][1]
 
     def made(self, option: Option, reason: str, others: Sequence[Option] = ()) -> Plan:
         """Returns the plan of an option, with the others as the candidates that it beat."""
@@ -204,6 +212,11 @@ class Options:
             return None
         price = "costs precision" if costs_precision else "leaves less to XLA"
         return f"faster by less than {percent} %, and {price}"
+
+
+def _is_mixed(stages: Sequence[Stage]) -> bool:
+    """Whether some stages are of permutes, and some are collectives of XLA's."""
+    return len({stage.is_of_permutes for stage in stages}) > 1
 
 
 def least_departure(options: Sequence[Option], margin: int = GAIN_PERCENT) -> Option:
