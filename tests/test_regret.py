@@ -354,7 +354,8 @@ def test_on_hosts_plans_are_timed_and_a_second_run_adds_to_the_first(tmp_path):
     assert choice["case"] == "all_to_all of 4 KiB, 2x1 at 1gbit"
     times = {plan["plan"]: plan["measured_s"] for plan in found["plans"]}
     assert min(times.values()) > 0 and {"native", choice["chosen"], choice["best"]} <= set(times)
-    assert choice["best_s"] == min(times.values())
+    # The best is picked on one half of the rounds, and need not be the first over all of them.
+    assert choice["best_s"] == times[choice["best"]]
     assert "2 x 1 cpu devices; links: 1gbit; TCP reno" in found["machines"][0]
     # There's no time for another.
     again = run("--collective", "all_to_all", "all_gather", "--budget", "1s")
