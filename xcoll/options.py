@@ -67,7 +67,9 @@ class Options:
         self._shared: dict[tuple[Stage, ...], tuple[Stage, ...]] = {}
         stage = Stage(request.collective, whole_span(request), NATIVE)
         self.native = Option("native", (stage,), self._native_ps(request))
-        self.gain_percent = START_GAIN_PERCENT if self._starts() else GAIN_PERCENT
+        self._start_ps = self._measured_start_ps()
+        self._is_start = (self.native.time_ps or 0) < 3 * self._start_ps
+        self.gain_percent = START_GAIN_PERCENT if self._is_start else GAIN_PERCENT
 
     def option(self, stages: tuple[Stage, ...], where: str = "") -> Option:
         """Returns the option of some stages.
@@ -95,10 +97,10 @@ class Options:
         time += transfer_ps(moved * request.itemsize, device.copy_bytes_per_s)
         own = self.request
         time += fresh_ps(device, result_bytes(own.collective, own.num_bytes, own.num_ranks))
-        if device.platform == "cpu" and self._starts() and _is_mixed(stages):
+        if device.platform == "cpu" and self._is_start and _is_mixed(stages):
             # Small collectives and permutes of Gloo hold each other up, by about as much as
             # native's start; a stage's own curve has none of it.
-            time += self._start_ps()
+            time += self._start_ps
         if request is not self.request:
             # The largest magnitude, the integers, and back.
             passes = 3 * self.request.num_elements * 4
@@ -152,11 +154,7 @@ class Options:
         digits = span_digits(self.topology, span)
         return native_on(self.topology, span, digits, collective, num_bytes, at_best=True)
 
-    def _starts(self) -> bool:
-        """Whether native takes less than three times what was measured for next to nothing."""
-        return (self.native.time_ps or 0) < 3 * self._start_ps()
-
-    def _start_ps(self) -> int:
+    def _measured_start_ps(self) -> int:
         """Returns what native was measured to take for next to nothing; 0 where it was not."""
         if self.topology.device is None or not self.topology.measured:
             return 0

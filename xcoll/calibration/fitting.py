@@ -90,22 +90,18 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if shifts and device.platform == "cpu":
         fitted, terms = _inside(fitted, shifts, _least(by_kind))
-    passes = {
-        kind: [s for s in found if s.num_bytes <= LOCAL_SIZES[-1]]
-        for (kind, *_), found in by_kind.items()
-        if kind in ("copy", "sum")
-    }
-    if any(passes.values()):
-        largest = {
-            kind: max(found, key=lambda s: s.num_bytes) for kind, found in passes.items() if found
-        }
+    passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
+    largest = {}
+    for kind, found in passes.items():
+        if usual := [s for s in found if s.num_bytes <= LOCAL_SIZES[-1]]:
+            largest[kind] = max(usual, key=lambda s: s.num_bytes)
+    if largest:
         for kind, sample in largest.items():
             terms.append(_of_sample(kind, sample))
         slowest = max(s.median_s / s.num_bytes for s in largest.values())
         fitted = replace(fitted, copy_bytes_per_s=_rate(slowest))
         if "copy" in largest:
-            copies = next(found for (kind, *_), found in by_kind.items() if kind == "copy")
-            fitted = replace(fitted, fresh_points=_fresh(largest["copy"], copies))
+            fitted = replace(fitted, fresh_points=_fresh(largest["copy"], passes["copy"]))
     rates = []
     for codec in CODECS:
         ways = {}
@@ -149,20 +145,20 @@ def _least(by_kind: _Samples) -> float:
     A step of a chain starts no later than a permute that is alone, which is measured more often.
     """
     chains = [s.median_s for (kind, *_), found in by_kind.items() if kind == "chain" for s in found]
-    alone = [
+    if chains:
+        alone = [
+            min(samples, key=lambda s: s.num_bytes).median_s
+            for (kind, *_), samples in by_kind.items()
+            if kind in ("one_way", "swap", "unlike")
+        ]
+        step_s = median(chains) / CHAIN
+        return min(step_s, median(alone)) if alone else step_s
+    found = [
         [s.median_s for s in samples if s.num_bytes <= _SMALL_BYTES]
         for (kind, *_), samples in by_kind.items()
         if kind in ("shift", "one_way", "unlike")
     ]
-    least = min((median(times) for times in alone if times), default=0.0)
-    if not chains:
-        return least
-    single = [
-        min(samples, key=lambda s: s.num_bytes).median_s
-        for (kind, *_), samples in by_kind.items()
-        if kind in ("one_way", "swap", "unlike")
-    ]
-    return min([median(chains) / CHAIN, *([median(single)] if single else [])])
+    return min((median(times) for times in found if times), default=0.0)
 
 
 def _inside(device: Device, shifts: Sequence[Sample], step_s: float) -> tuple[Device, list[Term]]:
