@@ -16,9 +16,10 @@ import pytest
 import xcoll
 from xcoll.calibration import tuning
 from xcoll.calibration.agenda import MOST_ROUNDS, Agenda, Case
-from xcoll.calibration.families import SIZES, Family, families
+from xcoll.calibration.families import SIZES, STARTS, Family, families
 from xcoll.calibration.fitting import fit
 from xcoll.calibration.lines import line, rising
+from xcoll.calibration.programs import Programs
 from xcoll.calibration.reading import read_calibration
 from xcoll.calibration.result import Sample
 from xcoll.calibration.skeletons import skeleton
@@ -69,6 +70,9 @@ def test_pairs_of_permutes_between_hosts():
     # Half of each host's devices send, and no pair is another's reverse.
     assert by_kind["unlike"].pairs == ((0, 4), (1, 5), (6, 2), (7, 3))
     assert [by_kind[k].messages for k in ("one_way", "swap", "unlike")] == [4, 4, 2]
+    # Chains: of all devices, and of one that sends to another, which sends back.
+    assert by_kind["chain"].pairs == by_kind["swap"].pairs
+    assert by_kind["lone"].pairs == ((0, 4),)
     (inside,) = (f for f in families(HOSTS) if f.kind == "shift")
     assert inside.pairs == ((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4))
 
@@ -136,7 +140,7 @@ def test_more_time_is_more_sizes_and_more_rounds():
 def test_with_no_time_what_is_needed_is_measured_all_the_same():
     took_s, counts = play(1e-6)
     kinds = Counter(case.family.kind for case in counts)
-    assert kinds == {"launch": 1, "chain": 1, "shift": 2, "one_way": 2, "all_reduce": 2}
+    assert kinds == {"launch": 1, "chain": 1, "lone": 1, "shift": 2, "one_way": 2, "all_reduce": 2}
     assert took_s < 2
 
 
@@ -219,6 +223,26 @@ def test_a_step_takes_no_longer_than_a_permute_alone(chain_step_s):
     assert topology.device.step_ps / 1e12 == pytest.approx(min(chain_step_s, alone_s), rel=1e-6)
 
 
+@pytest.mark.parametrize("lone_step_s", [STEP_S / 8, 1.0])
+def test_a_step_in_which_one_device_sends(lone_step_s):
+    lone = sample("lone", 1024, LAUNCH_S + 8 * lone_step_s, ("host",), "host")
+    topology, terms = fit(HOSTS, families(HOSTS), [*written_samples(), lone])
+    step_ps = topology.device.step_ps
+    assert topology.device.lone_step_ps == pytest.approx(min(lone_step_s * 1e12, step_ps), rel=1e-6)
+    assert "step in which one device sends" in {term.name for term in terms}
+    assert fit(HOSTS, families(HOSTS), written_samples())[0].device.lone_step_ps == 0
+
+
+def test_a_chain_of_one_device_brings_a_payload_there_and_back():
+    mesh = jax.make_mesh((2, 2), ("host", "device"), devices=jax.devices()[:4])
+    lone = Family(kind="lone", axes=("host",), pairs=((0, 2),))
+    programs = Programs(mesh)
+    value = np.asarray(programs.call(Family(kind="launch", axes=()), 1024)())[:256] - 1
+    got = np.asarray(programs.call(lone, 1024)()).reshape(4, 256) / value
+    # Each of the two adds what it is sent to what it has, eight times in turns: 2, 3, 5, 8 ...
+    assert np.allclose(got, np.array([[55], [1], [34], [1]]), rtol=1e-3)
+
+
 def test_what_large_results_take_beyond_the_rates():
     samples = written_samples()
     # 16 MiB at the rate of 4 MiB, 64 MiB at half of it.
@@ -280,7 +304,7 @@ def test_what_is_short_is_measured_more_often():
     ]
     assert min(small) > max(large) >= 2
     # The start of a step and of a program are part of every price.
-    starts = [count for case, count in counts.items() if case.family.kind in ("launch", "chain")]
+    starts = [count for case, count in counts.items() if case.family.kind in STARTS]
     assert min(starts) > 2 * np.median(small)
 
 

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 from fractions import Fraction
 
+import networks
 import numpy as np
 import pytest
 
@@ -174,6 +175,26 @@ def test_slowest_host_bounds():
     assert (
         plan(wanted, even, Policy()).native_time_ps == plan(wanted, uneven, Policy()).native_time_ps
     )
+
+
+def test_where_few_devices_send_a_step_starts_sooner():
+    topology = networks.hosts(2, 4, "cpu")
+
+    def price(name, collective="all_reduce", **device):
+        changed = replace(topology, device=replace(topology.device, **device))
+        stage = Stage(collective, Span(("x",), 8), Choice(name))
+        return Pricer(changed, 4).stage_ps(stage, Operand(1, 1))
+
+    def saved(name, collective="all_reduce"):
+        step = {"step_ps": 8000}
+        return price(name, collective, **step) - price(name, collective, **step, lone_step_ps=800)
+
+    # Of 8 devices 4 send, then 2, then 1; and back: a half, a quarter, an eighth of the rest.
+    steps = [800 + 7200 // senders for senders in (2, 4, 8)]
+    assert saved("tree") == 2 * sum(8000 - step for step in steps)
+    assert saved("tree", "broadcast") == sum(8000 - step for step in steps)
+    assert saved("recursive_doubling") == saved("ring") == 0
+    assert price("tree", step_ps=800, lone_step_ps=8000) == price("tree", step_ps=800)
 
 
 def test_operands_are_cut_and_padded_as_the_lowering_does():

@@ -395,6 +395,7 @@ HARDWARE = {
         "permute_points": ((0, 0), (1, 1)),
         "fresh_points": ((0, 0), (1, 1)),
         "overlap_percent": 0,
+        "lone_step_ps": 0,
     },
     Topology: {
         "axes": (AxisLinks(name="a", levels=()),),
@@ -414,6 +415,7 @@ LEAST = {
         "memory_bytes_per_s": 1,
         "copy_bytes_per_s": 1,
         "step_ps": 0,
+        "lone_step_ps": 0,
         "num_hosts": 1,
         "overlap_percent": 0,
     },

@@ -173,13 +173,23 @@ def load_of(device: Device, digits: tuple[Digit, ...], run: Run, stage: Stage) -
         starts, passes = 1, 3 if run.parts[0].reduce else 2
     return Load(
         steps=run.steps,
-        fixed_ps=starts * device.step_ps + start_ps(device) + latency,
+        fixed_ps=starts * _step_ps(device, run) + start_ps(device) + latency,
         wires=tuple(
             (slots, by_stride[at].level.bandwidth_bytes_per_s, percent[at])
             for at, slots in sent.items()
         ),
         worked_slots=slots * passes,
     )
+
+
+def _step_ps(device: Device, run: Run) -> int:
+    """Returns the start of a step: where few devices send, little more than that of a lone one."""
+    step = device.step_ps
+    if not 0 < device.lone_step_ps < step or any(part.pattern != "sparse" for part in run.parts):
+        return step
+    # In every block so many ranks, one sends.
+    block = min(max(2 * part.distance, part.block) for part in run.parts)
+    return device.lone_step_ps + (step - device.lone_step_ps) // block
 
 
 def _traffic(choice: Choice, digits: tuple[Digit, ...], part: Phase) -> Iterator[OnLink]:

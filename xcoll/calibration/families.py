@@ -37,7 +37,7 @@ OVERLAP = ("wire", "work", "both")
 SHARED = ("copy", "sum", "encode", "decode", *OVERLAP)
 """What all devices of the machine work on at once, each by itself."""
 
-STARTS = ("launch", "chain")
+STARTS = ("launch", "chain", "lone")
 """What starting a program and a step takes: every price has some of it."""
 
 CHAIN = 8
@@ -57,9 +57,10 @@ class Family:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
         positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
         are not each other's reverse, ``"shift"`` to the next position, ``"chain"`` `CHAIN` of them,
-        each on what the last one brought; of local work, ``"launch"``
-        (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a
-        permute one way, ``"work"``, several encodings, and ``"both"`` at once.
+        each on what the last one brought, ``"lone"`` such a chain in which one device sends to
+        another, and that one back; of local work, ``"launch"`` (nearly nothing), ``"copy"``,
+        ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a permute one way, ``"work"``,
+        several encodings, and ``"both"`` at once.
       axes: mesh axes it goes over; of local work, all of them.
       of: the physical dimension of a permute, or the codec.
       pairs: of a permute, by rank over all axes of the mesh.
@@ -86,7 +87,7 @@ class Family:
 
     def takes(self, num_bytes: int, topology: Topology) -> bool:
         """Whether a size is measured: it makes shares of whole elements, and fits memory."""
-        if self.kind in ("launch", "chain"):
+        if self.kind in STARTS:
             return num_bytes == KIB
         if self.kind in OVERLAP:
             return num_bytes == LOCAL_SIZES[-1]
@@ -109,7 +110,9 @@ def families(topology: Topology) -> tuple[Family, ...]:
     found = [Family(kind="launch", axes=names, is_needed=True)]
     # Between hosts, where there are several: inside one, ranks of a chain wait for each other.
     across = [family for family in permutes if family.kind == "swap"]
-    found += [replace(f, kind="chain", is_needed=True) for f in (across or permutes)[:1]]
+    for family in (across or permutes)[:1]:
+        found.append(replace(family, kind="chain", is_needed=True))
+        found.append(replace(family, kind="lone", pairs=family.pairs[:1], is_needed=True))
     found += permutes
     over = [(name,) for name in used] + ([used] if len(used) > 1 else [])
     for axes in reversed(over):

@@ -90,6 +90,12 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if shifts and device.platform == "cpu":
         fitted, terms = _inside(fitted, shifts, _least(by_kind))
+        step_s = fitted.step_ps / PS
+        for lone in (found[0] for (kind, *_), found in by_kind.items() if kind == "lone"):
+            lone_s = min(lone.median_s / CHAIN, step_s)
+            fitted = replace(fitted, lone_step_ps=round(lone_s * PS))
+            apart = lone.spread_s / lone.median_s
+            terms.append(_term("step in which one device sends", lone_s, "s", (apart,)))
     passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
     largest = {}
     for kind, found in passes.items():

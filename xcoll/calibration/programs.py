@@ -66,7 +66,7 @@ def _body(
     kind, axes = family.kind, family.axes
     if kind in OVERLAP:
         return _overlap(family, names)
-    if kind == "chain":
+    if kind in ("chain", "lone"):
         return lambda x: _chain(x, names, family)
     if family.pairs:
         return lambda x: lax.ppermute(x, names, family.pairs)
@@ -94,8 +94,11 @@ def _body(
 
 
 def _chain(x: jax.Array, names: tuple[str, ...], family: Family) -> jax.Array:
-    for _ in range(CHAIN):
-        x = x + lax.ppermute(x, names, family.pairs)
+    there = family.pairs
+    # What one device brought to another, that one sends back.
+    back = [(to, of) for of, to in there] if family.kind == "lone" else there
+    for number in range(CHAIN):
+        x = x + lax.ppermute(x, names, back if number % 2 else there)
     return x
 
 

@@ -158,6 +158,8 @@ class Device:
         reads and writes (TPU, GPU).
       copy_bytes_per_s: bytes of payload that a local pass (pack, fold) works through.
       step_ps: time to start one operation.
+      lone_step_ps: the same of a step in which one device alone sends, as near the root of a tree:
+        less where devices share a host's cores; 0 where nothing is known, and ``step_ps`` holds.
       num_hosts: processes (CPU), slices (TPU) or NVLink domains (GPU) in the topology.
       version: of the table the figures come from.
       codec_rates: how fast codecs were measured to encode and decode; one that is not among them is
@@ -187,12 +189,20 @@ class Device:
     permute_points: Points = ()
     fresh_points: Points = ()
     overlap_percent: int = 0
+    lone_step_ps: int = 0
 
     def __post_init__(self) -> None:
         word("Device", "kind", self.kind)
         one_of("Device", "platform", self.platform, get_args(Platform))
         word("Device", "version", self.version, empty=True)
-        _set_whole(self, memory_bytes_per_s=1, copy_bytes_per_s=1, step_ps=0, num_hosts=1)
+        _set_whole(
+            self,
+            memory_bytes_per_s=1,
+            copy_bytes_per_s=1,
+            step_ps=0,
+            lone_step_ps=0,
+            num_hosts=1,
+        )
         _set(
             self,
             "overlap_percent",
