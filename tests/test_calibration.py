@@ -318,6 +318,16 @@ def test_permutes_inside_a_host_are_kept_size_by_size():
     assert points[4 * MIB] == pytest.approx(4 * MIB / MEMORY * 1e12, rel=0.01)
 
 
+def test_a_byte_of_a_small_permute_takes_no_longer_than_one_of_a_large_one():
+    samples = written_samples()
+    samples.append(sample("shift", 65536, LAUNCH_S + STEP_S + 5e-3, ("device",), "device"))
+    samples.append(sample("shift", 16 * MIB, LAUNCH_S + STEP_S + 0.064, ("device",), "device"))
+    points = dict(fit(HOSTS, families(HOSTS), samples)[0].device.permute_points)
+    at_4_mib_ps = points[4 * MIB]
+    assert points[65536] == pytest.approx(at_4_mib_ps / 64, rel=1e-3), "not 5 ms"
+    assert points[16 * MIB] == pytest.approx(0.064e12, rel=1e-3)
+
+
 def test_without_time_for_all_the_rest_is_the_tables():
     few = [s for s in written_samples() if s.kind in ("launch", "shift", "one_way")]
     topology, terms = fit(HOSTS, families(HOSTS), few)

@@ -175,8 +175,11 @@ def _inside(device: Device, shifts: Sequence[Sample], step_s: float) -> tuple[De
     small = [s.median_s for s in shifts if s.num_bytes <= _SMALL_BYTES]
     start_s = median(small) if small else step_s
     times = [max(s.median_s for s in shifts if s.num_bytes == size) - start_s for size in sizes]
-    steady = rising([0.0, *(max(time, 0.0) for time in times)], [1] * (len(times) + 1))
-    points = tuple(zip((0, *sizes), (round(PS * time) for time in steady), strict=True))
+    steady = rising([0.0, *(max(time, 0.0) for time in times)], [1] * (len(times) + 1))[1:]
+    for i in reversed(range(len(sizes) - 1)):
+        # A byte of a small permute takes no longer than one of a large one: caches hold it.
+        steady[i] = min(steady[i], steady[i + 1] * sizes[i] / sizes[i + 1])
+    points = ((0, 0), *zip(sizes, (round(PS * time) for time in steady), strict=True))
     terms = [
         inside.term("step", step_s, "s"),
         inside.term("permute inside a host", memory, "bytes/s"),
