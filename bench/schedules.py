@@ -38,7 +38,7 @@ from xcoll.plan import Span, Stage
 from xcoll.policy import Choice
 from xcoll.printing import plain_table
 from xcoll.proof import prove
-from xcoll.schedule import NativeStep, PermuteStep, Schedule
+from xcoll.schedule import FROM_SHARES, NativeStep, PermuteStep, Schedule
 from xcoll.simulate import simulate
 from xcoll.topology import Topology
 
@@ -115,7 +115,7 @@ def measure(choice: Choice, collective: str, num_ranks: int, rounds: int) -> Row
     span = Span(("host", "device"), num_ranks)
     stage = Stage(collective, span, choice, dims)
     elements = PAYLOAD_BYTES // 4
-    if collective in ("all_gather", "gather"):
+    if collective in FROM_SHARES:
         elements //= num_ranks
     (operand,) = operands(collective, (stage,), elements)
     start = time.perf_counter()

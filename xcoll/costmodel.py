@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from xcoll.algorithms import ALGORITHMS, build, closed_form
 from xcoll.loads import span_digits
 from xcoll.local_work import coding_ps
-from xcoll.natives import SHARES, fresh_ps, native_on, transfer_ps
+from xcoll.natives import fresh_ps, native_on, transfer_ps
 from xcoll.plan import Request, Stage
 from xcoll.policy import Choice
 from xcoll.runs import Load, load_of, runs
-from xcoll.schedule import SCATTERED, ClosedForm, ShuffleStep, slot_elements
+from xcoll.schedule import FROM_SHARES, SCATTERED, TO_SHARES, ClosedForm, ShuffleStep, slot_elements
 from xcoll.topology import Device, Digit, Topology
 
 NATIVE_AS = {
@@ -132,7 +132,7 @@ def operands(collective: str, stages: Sequence[Stage], num_elements: int) -> lis
         num_slots = 1 if stage.collective == "permute" else stage_form(stage).num_slots
         share = max(1, num_slots // ranks)
         part = stage.collective
-        if part in ("all_gather", "gather"):
+        if part in FROM_SHARES:
             slot, left = slot_elements(num_elements, share, block), num_elements * ranks
             if collective == "all_reduce" and entered:
                 left = entered.pop()
@@ -284,6 +284,7 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
     form = stage_form(stage)
     folds = sum(phase.slots for phase in form.phases if phase.kind == "fold")
     encoded, decoded = (0, 0) if stage.codec is None else _coded_slots(stage, form)
+    shares = stage.span.num_ranks if stage.collective in TO_SHARES else 1
     passes = _shuffles(stage.choice, stage.collective) + _buffers(device, stage, form)
     return _Shape(
         digits=digits,
@@ -296,7 +297,7 @@ def _shape(topology: Topology, device: Device, stage: Stage) -> _Shape:
             if phase.kind not in ("fold", "permute")
         ),
         loads=tuple(load_of(device, digits, run, stage) for run in runs(stage, form)),
-        result_slots=form.num_slots // (stage.span.num_ranks if stage.collective in SHARES else 1),
+        result_slots=form.num_slots // shares,
     )
 
 

@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xcoll import payload
+from xcoll.schedule import TO_SHARES
 from xcoll.sites import Scope, operand_type
 
 Cut = tuple[tuple[str, ...], ...]
@@ -68,7 +69,7 @@ def inside(cut: Cut | None, scope: Scope) -> Cut | None:
 
 def result(collective: str, params: Mapping[str, Any], cut: Cut) -> Cut | int:
     """Returns how a collective's result is cut; or the cut dimension that it would have to move."""
-    if collective in ("reduce_scatter", "scatter"):
+    if collective in TO_SHARES:
         d = params.get("scatter_dimension", 0)
         kept = cut if params.get("tiled", False) else cut[:d] + cut[d + 1 :]
         return d if cut[d] else kept

@@ -10,6 +10,7 @@ import numpy as np
 from xcoll import payload
 from xcoll.costmodel import block_of
 from xcoll.plan import Plan, Request
+from xcoll.schedule import FROM_SHARES
 
 _FLOOR = 2.0**-126
 """What a rounding may add to a law of relative error: smaller magnitudes count as zero."""
@@ -97,7 +98,7 @@ def _combine(request: Request, op: str, rows: Sequence[np.ndarray], rank: int) -
         return out if collective != "reduce" or rank == request.root else np.zeros_like(out)
     if collective == "all_to_all":
         return np.concatenate([r[own] for r in rows])
-    if collective in ("all_gather", "gather"):
+    if collective in FROM_SHARES:
         out = np.concatenate(rows)
         return out if collective == "all_gather" or rank == request.root else np.zeros_like(out)
     if collective == "permute":

@@ -14,6 +14,7 @@ from xcoll.encoded import hops_on
 from xcoll.indexing import affine_lookup, lookup, put_slots, take_slots
 from xcoll.ranks import Ranks
 from xcoll.schedule import (
+    TO_SHARES,
     FoldStep,
     Lane,
     LocalOrWire,
@@ -86,7 +87,7 @@ class Run:
                     buffer, is_own = self._step(inner, buffer, is_own, iteration)
         # XLA:GPU fuses a final slice into the whole chain of updates before it, and takes minutes.
         buffer = lax.optimization_barrier(buffer)
-        if schedule.collective in ("reduce_scatter", "scatter"):
+        if schedule.collective in TO_SHARES:
             return self._own(buffer, is_own)
         if schedule.collective == "all_reduce" and schedule.enter == "own":
             return self._own(buffer, is_own)

@@ -16,7 +16,7 @@ from xcoll.compress import MOVES
 from xcoll.execute import Run
 from xcoll.plan import Stage
 from xcoll.ranks import Ranks
-from xcoll.schedule import slot_elements
+from xcoll.schedule import FROM_SHARES, slot_elements
 from xcoll.wire import Wire
 
 
@@ -74,7 +74,7 @@ def run_stage(
     if stage.collective in ("all_reduce", "broadcast", "reduce"):
         num_slots = share if schedule.enter == "own" else schedule.num_slots
         return run(cut(x[None], num_slots)).reshape(-1)[: x.size]
-    if stage.collective in ("all_gather", "gather"):
+    if stage.collective in FROM_SHARES:
         return run(cut(x[None], share)).reshape(n, -1)[:, : x.size]
     if x.ndim == 1:
         return run(cut(x[None], schedule.num_slots)).reshape(-1)

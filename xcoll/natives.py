@@ -17,15 +17,11 @@ from xcoll.hardware import figure, kinds
 from xcoll.hardware.curves import Curve, between
 from xcoll.loads import loads
 from xcoll.plan import Span
-from xcoll.schedule import Phase
+from xcoll.schedule import FROM_SHARES, TO_SHARES, Phase
 from xcoll.topology import Device, Digit, Topology
 
 PS = 10**12
 """Picoseconds in a second."""
-
-
-SHARES = ("reduce_scatter", "scatter")
-"""Collectives that leave each rank a share of the payload."""
 
 
 def transfer_ps(num_bytes: int, bytes_per_s: int) -> int:
@@ -47,9 +43,9 @@ def fresh_ps(device: Device, num_bytes: int) -> int:
 
 def result_bytes(collective: str, num_bytes: int, num_ranks: int) -> int:
     """Returns the bytes of a collective's result on a rank, of those of its operand."""
-    if collective in ("all_gather", "gather"):
+    if collective in FROM_SHARES:
         return num_bytes * num_ranks
-    return num_bytes // num_ranks if collective in SHARES else num_bytes
+    return num_bytes // num_ranks if collective in TO_SHARES else num_bytes
 
 
 def _fresh_beyond(device: Device, span: Span, curve: Curve, num_bytes: int) -> int:

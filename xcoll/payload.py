@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xcoll.schedule import SCATTERED as SCATTERED
+from xcoll.schedule import TO_SHARES
 
 WHOLE = ("all_reduce", "broadcast", "reduce")
 """Collectives whose payload is one row, of the operand's size."""
@@ -53,7 +54,7 @@ def from_rows(
     """
     if collective in WHOLE or collective == "permute":
         return rows.reshape(shape)
-    if collective in ("reduce_scatter", "scatter"):
+    if collective in TO_SHARES:
         d = params.get("scatter_dimension", 0)
         rest = shape[:d] + shape[d + 1 :]
         if not params.get("tiled", False):

@@ -19,7 +19,9 @@ from typing import NoReturn
 from xcoll.errors import ScheduleError
 from xcoll.schedule import (
     COLLECTIVES,
+    FROM_SHARES,
     ROOTED,
+    TO_SHARES,
     FoldStep,
     Lane,
     Layout,
@@ -92,7 +94,7 @@ def _check_header(schedule: Schedule) -> None:
             refuse(f"root={schedule.root}: must be a rank")
     elif schedule.root is not None:
         refuse(f"root={schedule.root}: must be None, the collective has no root")
-    own = schedule.collective in ("all_gather", "gather")
+    own = schedule.collective in FROM_SHARES
     one_share = schedule.collective == "all_reduce" and schedule.enter == "own"
     if one_share and schedule.num_slots != schedule.num_ranks:
         refuse(f"num_slots={schedule.num_slots}: a payload that enters as one share has one slot")
@@ -299,7 +301,7 @@ def _check_end(schedule: Schedule, state: _State) -> None:
     everyone = (1 << n) - 1
     collective, root = schedule.collective, schedule.root
     one_share = collective == "all_reduce" and schedule.enter == "own"
-    own_only = collective in ("reduce_scatter", "scatter") or one_share
+    own_only = collective in TO_SHARES or one_share
     if not own_only and state.layout != "full" and n > 1:
         state.fail(None, None, "the result must be in the full layout")
     for rank in range(n):

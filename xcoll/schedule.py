@@ -43,6 +43,12 @@ COLLECTIVES = (
 SCATTERED = ("reduce_scatter", "all_to_all", "scatter")
 """Those whose operand is one row a rank."""
 
+TO_SHARES = ("reduce_scatter", "scatter")
+"""Those that leave each rank one share of the payload."""
+
+FROM_SHARES = ("all_gather", "gather")
+"""Those that each rank enters with one share of the result."""
+
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 """Those of them that have a root rank."""
 
