@@ -423,6 +423,13 @@ def test_tables_fit_a_terminal_and_cut_nothing(width):
 # On hosts.
 
 
+def test_plain_processes_have_no_congestion_control_of_their_own(capfd):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(["--loopback", "--congestion", "bbr"])
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--loopback has no network of its own: no --congestion" in line
+
+
 def test_a_profile_that_is_none_is_said_in_a_line(tmp_path, capfd):
     path = tmp_path / "profile.json"
     path.write_text("{}")

@@ -19,7 +19,11 @@ SMALL_CALLS = 50
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Returns the options; leaves with exit code 2 where one is wrong."""
-    found: argparse.Namespace = _parser().parse_args(words)
+    parser = _parser()
+    found: argparse.Namespace = parser.parse_args(words)
+    if found.loopback and found.congestion:
+        parser.error("--loopback has no network of its own: no --congestion")
+    found.congestion = found.congestion or ("" if found.loopback else "reno")
     return found
 
 
@@ -111,7 +115,7 @@ def _parser() -> Parser:
         help="an interpreter with PyTorch, for torch.distributed with Gloo")  # fmt: skip
     add("--mpi-python", type=_program, default="", metavar="PATH",
         help="an interpreter with mpi4py; mpirun is found on PATH")  # fmt: skip
-    add("--congestion", default="reno", metavar="NAME",
+    add("--congestion", metavar="NAME",
         help="TCP's: reno, bbr, cubic, where allowed (reno)")  # fmt: skip
     add("--breakdown", action="store_true",
         help="show where the time goes even where no target is missed")  # fmt: skip
