@@ -175,6 +175,15 @@ def settings(args: argparse.Namespace, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
+def common(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the options that all processes of a run must have alike, as text.
+
+    Topologies are not among them: xcoll compares what was planned with them.
+    """
+    own = ("distributed", "out", "json", "target_loss", "topology", "quick", "compression")
+    return {name: str(value) for name, value in vars(args).items() if name not in own}
+
+
 def read_topology(text: str | None, mesh: Mesh) -> xcoll.Topology | str | None:
     """Returns what to plan for: the profile in a file ``PATH.json``, or the text, once checked.
 

@@ -50,7 +50,8 @@ from jax.sharding import Mesh, PartitionSpec
 from lm_devices import initialize_processes, make_mesh, use_virtual_devices
 from lm_job import Job, batches, initial_state
 from lm_model import Config, next_byte_loss
-from lm_options import arguments, fail, read_topology, settings
+from lm_options import arguments, common, fail, read_topology, settings
+from lm_processes import Processes, check_alike
 from rich.console import Console
 
 import xcoll
@@ -136,12 +137,16 @@ def set_up(args: argparse.Namespace) -> tuple[Mesh, contextlib.AbstractContextMa
             use_virtual_devices(args.virtual_devices)
         if args.distributed is not None:
             hosts = initialize_processes(args.distributed)
+            check_alike(Processes(name="options").gather(common(args)))
         mesh = make_mesh(args.mesh)
         args.hardware = read_topology(args.topology, mesh)
         if args.compression:
             args.compression.check(mesh, args.fsdp)
         if args.batch % mesh.size:
-            raise ValueError(f"--batch {args.batch}: must divide by the {mesh.size} devices")
+            raise ValueError(
+                f"--batch {args.batch}: must divide by the {mesh.size} devices; --batch"
+                f" {-(-args.batch // mesh.size) * mesh.size} does"
+            )
         if jax.process_index() == 0:
             args.out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=args.out).close()  # May it be written to?

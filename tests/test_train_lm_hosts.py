@@ -186,6 +186,29 @@ def test_examples_in_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
 
+@pytest.mark.parametrize(
+    ("unlike", "says"),
+    [
+        # The first would be an abort of Gloo, the second a wait without end.
+        (("--dim", "48"), "--dim is 32 on process 0 and 48 on process 1; start all"),
+        (("--steps", "3"), "--steps is 2 on process 0 and 3 on process 1; start all"),
+    ],
+)
+def test_processes_with_different_options(unlike, says):
+    script = (
+        "import os, sys; sys.path.insert(0, 'examples'); import train_lm;"
+        f" own = {unlike!r} if os.environ['SLURM_PROCID'] == '1' else ();"
+        " sys.exit(train_lm.main([*sys.argv[1:], *own]))"
+    )
+    cluster = ("-m", "bench.cluster", "--hosts", "2", "--devices", "2", "--loopback")
+    command = [sys.executable, *cluster, "--timeout", "60s", "--", "python", "-c", script]
+    options = (*TWO, "--steps", "2", "--batch", "4", "--seq-len", "16", "--dim", "32")
+    done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 2, printed
+    assert printed.count(says) == 2, printed
+
+
 def test_a_loss_that_is_not_reached():
     assert lm_figures.time_to_loss_s([6.0, 5.0, 4.0], [1.0, 1.0, 1.0], 4.9) is None
     assert lm_figures.time_to_loss_s([6.0, 5.0, 4.0], [1.0, 1.0, 1.0], 5.0) == 3.0
