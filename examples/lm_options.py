@@ -180,8 +180,20 @@ def common(args: argparse.Namespace) -> dict[str, str]:
 
     Topologies are not among them: xcoll compares what was planned with them.
     """
-    own = ("distributed", "out", "json", "target_loss", "topology", "quick", "compression")
-    return {name: str(value) for name, value in vars(args).items() if name not in own}
+    own = ("distributed", "out", "json", "target_loss", "topology", "quick")
+    derived = ("compression", "variants")
+    return {
+        name: _as_given(value) for name, value in vars(args).items() if name not in own + derived
+    }
+
+
+def _as_given(value: Any) -> str:
+    """Returns an option's value as it is written on the command line."""
+    if value is None:
+        return "not given"
+    if isinstance(value, dict):  # --mesh
+        return ",".join(f"{axis}={size}" for axis, size in value.items())
+    return str(value[0] if isinstance(value, tuple) else value)  # --codec and --compressor
 
 
 def read_topology(text: str | None, mesh: Mesh) -> xcoll.Topology | str | None:

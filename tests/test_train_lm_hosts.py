@@ -192,6 +192,10 @@ def test_examples_in_docstrings(module):
         # The first would be an abort of Gloo, the second a wait without end.
         (("--dim", "48"), "--dim is 32 on process 0 and 48 on process 1; start all"),
         (("--steps", "3"), "--steps is 2 on process 0 and 3 on process 1; start all"),
+        (
+            ("--codec", "int8@host"),
+            "error: --codec is not given on process 0 and int8@host on process 1; start all",
+        ),
     ],
 )
 def test_processes_with_different_options(unlike, says):
