@@ -89,6 +89,31 @@ def test_every_collective_over_each_axis_and_over_all():
     assert unlike.messages == 2
 
 
+def test_of_three_hosts_all_take_part_in_permutes_one_way():
+    three = Topology.parse("3*cpu:2@1Gbit", axes={"host": 3, "device": 2})
+    pairs = {k: [f.pairs for f in families(three) if f.kind == k] for k in ("one_way", "swap")}
+    forth = [((0, 2), (1, 3)), ((2, 4), (3, 5))]
+    assert pairs["one_way"] == forth
+    back = [tuple((b, a) for a, b in each) for each in forth]
+    assert pairs["swap"] == [there + again for there, again in zip(forth, back, strict=True)]
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (5, 1), (2, 3), (3, 7)])
+def test_every_family_is_measured_on_any_number_of_devices(sizes):
+    hosts, devices = sizes
+    topology = Topology.parse(
+        f"{hosts}*cpu:{devices}@1Gbit", axes={"host": hosts, "device": devices}
+    )
+    for family in families(topology):
+        found = [n for size in SIZES if (n := family.operand_bytes(size, topology))]
+        assert found and all(found), family
+        if family.kind in ("reduce_scatter", "all_to_all"):
+            ranks = int(np.prod([topology.axis_sizes[axis] for axis in family.axes]))
+            assert len(found) == len(SIZES)
+            for size, num_bytes in zip(SIZES, found, strict=True):
+                assert num_bytes % (4 * ranks) == 0 and size <= num_bytes < size + 4 * ranks
+
+
 # The time given.
 
 
@@ -105,7 +130,7 @@ class FakeClock:
 def play(budget_s, rate_bytes_per_s=25e6, compile_s=0.1, noise=0.3):
     """Follows an agenda as if each operation took its bytes; returns the time, and the cases."""
     clock = FakeClock()
-    agenda = Agenda(families(HOSTS), lambda f, n: f.takes(n, HOSTS), clock, budget_s)
+    agenda = Agenda(families(HOSTS), lambda f, n: f.operand_bytes(n, HOSTS), clock, budget_s)
     counts = Counter()
     rng = random.Random(0)
     while (step := agenda.next()) is not None:
@@ -212,6 +237,22 @@ def test_terms_are_found_again():
     assert by_name["all_reduce over host, device"].error == pytest.approx(1 / 12, rel=0.01)
     assert set(by_name) >= {"step", "copy", "sum", "encode int8", "host: swap", "host: unlike"}
     assert topology.axis_sizes == HOSTS.axis_sizes
+
+
+def test_of_pairs_with_unequal_links_the_slowest_counts():
+    wire = [s for s in written_samples() if s.kind in ("launch", "shift", "one_way")]
+    faster = [replace(s, median_s=s.median_s / 4) for s in wire if s.kind == "one_way"]
+    (topology, terms), (same, _) = (
+        fit(HOSTS, families(HOSTS), found) for found in ([*faster, *wire], wire)
+    )
+    assert topology == same
+    assert {term.name: term.points for term in terms}["host: bandwidth"] == 5
+
+
+def test_the_error_of_a_launch_is_its_spread():
+    spread = replace(sample("launch", 1024, LAUNCH_S), spread_s=LAUNCH_S / 8)
+    _, terms = fit(HOSTS, families(HOSTS), [spread, *written_samples()[1:]])
+    assert (terms[0].name, terms[0].error, terms[0].worst) == ("launch", 1 / 8, 1 / 8)
 
 
 @pytest.mark.parametrize("chain_step_s", [STEP_S / 2, 0.01])

@@ -273,6 +273,12 @@ def test_quick_is_one_cluster_and_small_messages():
     assert small.collectives == ("psum",) and small.hosts == 4
 
 
+def test_empty_lists_leave_out():
+    (small,) = jobs(parsed(["--payload", ""]))
+    assert small.collectives == ("psum",) and small.hosts == 4
+    assert all(job.hosts * job.devices == 8 for job in jobs(parsed(["--small-payload", ""])))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -284,6 +290,8 @@ def test_quick_is_one_cluster_and_small_messages():
         (["--rounds", "0"], "of at least 1, not '0'"),
         (["--profile", "none.json"], "no file 'none.json'"),
         (["--json", "/proc/none/figures.json"], "No such file or directory"),
+        (["--cluster", "", "--small-cluster", ""], "nothing to measure"),
+        (["--variant", "", "--small-payload", ""], "nothing to measure"),
     ],
 )
 def test_what_is_wrong_is_said(words, said, capsys):

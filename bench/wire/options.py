@@ -24,6 +24,8 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     if found.loopback and found.congestion:
         parser.error("--loopback has no network of its own: no --congestion")
     found.congestion = found.congestion or ("" if found.loopback else "reno")
+    if not jobs(found):
+        parser.error("there is nothing to measure: too many lists are empty")
     return found
 
 
@@ -67,7 +69,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for hosts, devices in options.small_cluster
         for rate in options.small_rate
     ]
-    return large + small
+    return [job for job in large + small if job.collectives and job.payloads_bytes and job.variants]
 
 
 _QUICK = {

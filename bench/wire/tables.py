@@ -57,10 +57,15 @@ def cluster_tables(figures: Figures, width: int) -> Iterator[Table | Text]:
                 yield _breakdown(cell, found)
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _collective(figures: Figures, collective: str, cells: list[Figures], is_narrow: bool) -> Table:
-    rounds = dict.fromkeys(f"{cell['rounds']} rounds" for cell in cells)
+    rounds = dict.fromkeys(_counted(cell["rounds"], "round") for cell in cells)
+    devices = _counted(figures["devices"], "device")
     table = plain_table(
-        f"\n{collective}, float32, {figures['hosts']} hosts x {figures['devices']} devices,"
+        f"\n{collective}, float32, {figures['hosts']} hosts x {devices},"
         f" {figures['rate_bits_per_s'] / 1e6:g} Mbit/s; {', '.join(rounds)}"
     )
     for name in _STACKED if is_narrow else _COLUMNS:

@@ -69,7 +69,7 @@ class Agenda:
 
     Args:
       families: what matters most first.
-      takes: whether a family is measured at a size.
+      operand_bytes: what a family is measured with for one of the sizes; 0 where it is left out.
       clock: seconds since the start.
       budget_s: seconds in which all has to be done.
     """
@@ -77,14 +77,14 @@ class Agenda:
     def __init__(
         self,
         families: Sequence[Family],
-        takes: Callable[[Family, int], bool],
+        operand_bytes: Callable[[Family, int], int],
         clock: Callable[[], float],
         budget_s: float,
     ):
         self._families = families
         self._clock = clock
         self._budget_s = budget_s
-        self._takes = takes
+        self._operand_bytes = operand_bytes
         self._known: dict[Case, _Known] = {}
         self._compile_s = 0.1
         self._steps = self._all()
@@ -175,9 +175,9 @@ class Agenda:
     def _first(
         self, family: Family, sizes: Sequence[int], *, always: bool = False
     ) -> Iterator[tuple[Case, int]]:
-        for num_bytes in sizes:
-            case = Case(family, num_bytes)
-            if case in self._known or not self._takes(family, num_bytes):
+        for size in sizes:
+            case = Case(family, self._operand_bytes(family, size))
+            if case in self._known or not case.num_bytes:
                 continue
             # Twice at once: the first call is not timed.
             needed = self._compile_s + (2 + ROUNDS) * self._guess_s(case)

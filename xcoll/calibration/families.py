@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -55,7 +56,8 @@ class Family:
 
     Attributes:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
-        positions to odd ones, ``"swap"`` between the two, ``"unlike"`` both ways between pairs that
+        positions to odd ones (where their number is odd, from odd to even ones, too), ``"swap"``
+        between the two, ``"unlike"`` both ways between pairs that
         are not each other's reverse, ``"shift"`` to the next position, ``"chain"`` `CHAIN` of them,
         each on what the last one brought, ``"lone"`` such a chain in which one device sends to
         another, and that one back; of local work, ``"launch"`` (nearly nothing), ``"copy"``,
@@ -85,21 +87,26 @@ class Family:
             return f"{self.kind} {self.of}".rstrip()
         return f"{self.kind} over {', '.join(self.axes)}"
 
-    def takes(self, num_bytes: int, topology: Topology) -> bool:
-        """Whether a size is measured: it makes shares of whole elements, and fits memory."""
+    def operand_bytes(self, num_bytes: int, topology: Topology) -> int:
+        """Returns the operand's bytes on each rank for one of the sizes; 0 where it is left out.
+
+        What is cut into shares has the next size that makes shares of whole elements.
+        """
         if self.kind in STARTS:
-            return num_bytes == KIB
+            return num_bytes if num_bytes == KIB else 0
         if self.kind in OVERLAP:
-            return num_bytes == LOCAL_SIZES[-1]
+            return num_bytes if num_bytes == LOCAL_SIZES[-1] else 0
         if self.kind == "copy":
-            return num_bytes in COPIED_SIZES
+            return num_bytes if num_bytes in COPIED_SIZES else 0
         if self.is_local:
-            return num_bytes in LOCAL_SIZES
+            return num_bytes if num_bytes in LOCAL_SIZES else 0
         if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:
-            return False
+            return 0
         ranks = math.prod(topology.axis_sizes[axis] for axis in self.axes)
+        if self.kind in ("reduce_scatter", "all_to_all"):
+            return -(-num_bytes // (4 * ranks)) * 4 * ranks
         result = num_bytes * (ranks if self.kind == "all_gather" else 1)
-        return num_bytes % (4 * ranks) == 0 and result <= _MOST_RESULT_BYTES
+        return num_bytes if result <= _MOST_RESULT_BYTES else 0
 
 
 def families(topology: Topology) -> tuple[Family, ...]:
@@ -134,8 +141,12 @@ def _permutes(topology: Topology) -> Iterator[Family]:
     for digit in topology.digits(names):
         level = digit.level
         kinds = ("shift",) if level.link.network == "memory" else ("one_way", "swap", "unlike")
-        for kind in kinds:
-            pairs, messages = _pairs(kind, digit, math.prod(topology.axis_sizes.values()))
+        # Of an odd number of positions one is left over, which may be the slowest.
+        is_odd = level.size % 2 == 1
+        for kind, start in product(kinds, (0, 1)):
+            if start and not (is_odd and kind in ("one_way", "swap")):
+                continue
+            pairs, messages = _pairs(kind, digit, math.prod(topology.axis_sizes.values()), start)
             if pairs:
                 yield Family(
                     kind=kind,
@@ -147,16 +158,23 @@ def _permutes(topology: Topology) -> Iterator[Family]:
                 )
 
 
-def _pairs(kind: str, digit: Digit, num_ranks: int) -> tuple[Pairs, int]:
-    """Returns the pairs of a permute along a level, and the messages on its busiest port."""
+def _pairs(kind: str, digit: Digit, num_ranks: int, start: int) -> tuple[Pairs, int]:
+    """Returns the pairs of a permute along a level, and the messages on its busiest port.
+
+    Args:
+      kind: of the permute.
+      digit: the level.
+      num_ranks: of the mesh.
+      start: the first position of which the next one is the partner.
+    """
     size, stride, behind = digit.level.size, digit.stride, digit.level.shared_by
     ranks = np.arange(num_ranks)
     at = ranks // stride % size
     following = ranks + (np.where(at == size - 1, 1 - size, 1)) * stride
     if kind == "shift" or (kind == "unlike" and size > 2):
         return tuple(zip(ranks.tolist(), following.tolist(), strict=True)), behind
-    forth = (at % 2 == 0) & (at + 1 < size)
-    back = at % 2 == 1
+    forth = (at % 2 == start) & (at + 1 < size)
+    back = (at % 2 != start) & (at > 0)
     before = ranks - stride
     if kind == "unlike":
         if behind % 2:

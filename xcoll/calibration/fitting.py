@@ -63,14 +63,15 @@ def fit(
       samples: of them.
     """
     assert skeleton.device is not None
-    launch_s = min((s.median_s for s in samples if s.kind == "launch"), default=0.0)
+    launches = [s for s in samples if s.kind == "launch"]
+    launch_s = min((s.median_s for s in launches), default=0.0)
     by_kind: dict[tuple[str, tuple[str, ...], str], list[Sample]] = {}
     for sample in samples:
         # Not below a tenth of what was seen: a launch varies, and times stay positive.
         net = max(sample.median_s - launch_s, 0.1 * sample.median_s)
         key = (sample.kind, sample.axes, sample.of)
         by_kind.setdefault(key, []).append(replace(sample, median_s=net))
-    terms = [Term(name="launch", value=launch_s, unit="s", error=0.0, worst=0.0, points=1)]
+    terms = [_term("launch", launch_s, "s", [s.spread_s / s.median_s for s in launches])]
     device, found = _device(skeleton.device, by_kind)
     terms += found
     axes, found = _links(skeleton, device, families, by_kind)
@@ -208,7 +209,10 @@ def _links(
         of = {f.kind: f for f in families if f.pairs and f.of == name}
         samples = {
             kind: [
-                s for (k, _, o), found in by_kind.items() if (k, o) == (kind, name) for s in found
+                s
+                for (k, _, o), found in by_kind.items()
+                if (k, o) == (kind, name)
+                for s in _slowest(found)
             ]
             for kind in of
         }
@@ -270,6 +274,15 @@ def _curves(by_kind: _Samples) -> tuple[tuple[Curve, ...], list[Term]]:
         off = tuple(s.spread_s / s.median_s for s in found)
         terms.append(_term(f"{kind} over {', '.join(axes)}", rate, "bytes/s", off))
     return tuple(curves), terms
+
+
+def _slowest(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns of each size what took longest: other pairs may have a faster link."""
+    found: dict[int, Sample] = {}
+    for sample in samples:
+        other = found.setdefault(sample.num_bytes, sample)
+        found[sample.num_bytes] = max(sample, other, key=lambda s: s.median_s)
+    return list(found.values())
 
 
 def _fit(samples: Sequence[Sample]) -> _Fit:

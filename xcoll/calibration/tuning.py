@@ -96,7 +96,7 @@ def tune(
     clock = _Clock(started)
     agenda = Agenda(
         found,
-        lambda family, num_bytes: family.takes(num_bytes, base),
+        lambda family, num_bytes: family.operand_bytes(num_bytes, base),
         clock,
         budget_s - min(_FINISH_S, budget_s / 10),
     )

@@ -79,7 +79,9 @@ def _tune(arguments: argparse.Namespace, run: contextlib.ExitStack) -> int:
     is_first = jax.process_index() == 0
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not is_first, transient=True) as bar:
+    # Elsewhere than on a terminal nothing would be left of the bar but an empty line.
+    is_shown = is_first and console.is_terminal
+    with Progress(*columns, console=console, disable=not is_shown, transient=True) as bar:
         task = bar.add_task("xcoll tune", total=1.0)
 
         def progress(share: float, text: str) -> None:
