@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
-from lm_codecs import compression, parse_codec, parse_compressor
+from lm_codecs import Compression, compression, parse_codec, parse_compressor
 from lm_devices import parse_mesh, parse_process
 from lm_model import Config
 
@@ -193,7 +193,9 @@ def _as_given(value: Any) -> str:
         return "not given"
     if isinstance(value, dict):  # --mesh
         return ",".join(f"{axis}={size}" for axis, size in value.items())
-    return str(value[0] if isinstance(value, tuple) else value)  # --codec and --compressor
+    if isinstance(value, Compression):  # --compressor
+        return value.name
+    return str(value[0] if isinstance(value, tuple) else value)  # --codec
 
 
 def read_topology(text: str | None, mesh: Mesh) -> xcoll.Topology | str | None:
