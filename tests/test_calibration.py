@@ -274,6 +274,19 @@ def test_a_step_in_which_one_device_sends(lone_step_s):
     assert fit(HOSTS, families(HOSTS), written_samples())[0].device.lone_step_ps == 0
 
 
+def test_hosts_of_one_device_have_a_step_as_measured_too():
+    alone = Topology.parse("4*cpu:1@1Gbit", axes={"host": 4, "device": 1})
+    between = [sample("launch", 1024, LAUNCH_S, ("host", "device"))]
+    between.append(sample("one_way", 1024, LAUNCH_S + 9e-4, ("host",), "host"))
+    between.append(sample("chain", 1024, LAUNCH_S + 8 * 5e-4, ("host",), "host"))
+    between.append(sample("lone", 1024, LAUNCH_S + 8 * 1e-4, ("host",), "host"))
+    device = fit(alone, families(alone), between)[0].device
+    assert device.step_ps == pytest.approx(5e8, rel=1e-6)
+    assert device.lone_step_ps == pytest.approx(1e8, rel=1e-6)
+    assert device.memory_bytes_per_s == alone.device.memory_bytes_per_s
+    assert fit(alone, families(alone), [])[0].device.step_ps == alone.device.step_ps
+
+
 def test_a_chain_of_one_device_brings_a_payload_there_and_back():
     mesh = jax.make_mesh((2, 2), ("host", "device"), devices=jax.devices()[:4])
     lone = Family(kind="lone", axes=("host",), pairs=((0, 2),))
@@ -491,9 +504,9 @@ def stored(tuned, tmp_path, **changes):
         (lambda text: re.sub(r'"step_ps": \d+', '"step_ps": 1', text), "its checksum does not fit"),
         (lambda text: "[]", "no profile"),
         (lambda text: "{}", "no profile"),
-        (lambda text: text.replace('"version": 2', '"version": 1', 1), "version 1 of the format"),
-        (lambda text: text.replace('"version": 2', '"version": 2.0', 1), "version 2.0 of the"),
-        (lambda text: HOSTS.to_json(), "its checksum does not fit"),
+        (lambda text: text.replace('"version": 3', '"version": 2', 1), "version 2 of the format"),
+        (lambda text: text.replace('"version": 3', '"version": 3.0', 1), "version 3.0 of the"),
+        (lambda text: HOSTS.to_json(), "no profile"),
     ],
 )
 def test_a_corrupt_profile_is_refused(tuned, mesh, tmp_path, change, says):

@@ -89,14 +89,11 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     terms: list[Term] = []
     fitted = replace(device, version="")
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
+    if device.platform == "cpu":
+        fitted, terms = _starts(fitted, by_kind)
     if shifts and device.platform == "cpu":
-        fitted, terms = _inside(fitted, shifts, _least(by_kind))
-        step_s = fitted.step_ps / PS
-        for lone in (found[0] for (kind, *_), found in by_kind.items() if kind == "lone"):
-            lone_s = min(lone.median_s / CHAIN, step_s)
-            fitted = replace(fitted, lone_step_ps=round(lone_s * PS))
-            apart = lone.spread_s / lone.median_s
-            terms.append(_term("step in which one device sends", lone_s, "s", (apart,)))
+        fitted, more = _inside(fitted, shifts)
+        terms += more
     passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
     largest = {}
     for kind, found in passes.items():
@@ -146,54 +143,67 @@ def _fresh(usual: Sample, copies: Sequence[Sample]) -> Points:
     return ((usual.num_bytes, 0), *points) if points else ()
 
 
-def _least(by_kind: _Samples) -> float:
-    """Returns a step's start: of a chain's steps, or what the smallest permutes take at least.
+def _starts(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
+    """Returns the device with the start of a step, and of one in which one device sends."""
+    kinds = {kind: samples for (kind, *_), samples in by_kind.items()}
+    step_s, off = _least(by_kind)
+    if not off:
+        return device, []
+    terms = [_term("step", step_s, "s", off)]
+    fitted = replace(device, step_ps=round(step_s * PS))
+    for lone in kinds.get("lone", ()):
+        lone_s = min(lone.median_s / CHAIN, step_s)
+        fitted = replace(fitted, lone_step_ps=round(lone_s * PS))
+        apart = lone.spread_s / lone.median_s
+        terms.append(_term("step in which one device sends", lone_s, "s", (apart,)))
+    return fitted, terms
 
-    A step of a chain starts no later than a permute that is alone, which is measured more often.
+
+def _least(by_kind: _Samples) -> tuple[float, tuple[float, ...]]:
+    """Returns a step's start, and how far its samples are apart; nothing where there are none.
+
+    It is that of a chain's steps, or what the smallest permutes take at least. A step of a chain
+    starts no later than a permute that is alone, which is measured more often.
     """
-    chains = [s.median_s for (kind, *_), found in by_kind.items() if kind == "chain" for s in found]
+    smallest = {
+        key: min(samples, key=lambda s: s.num_bytes)
+        for key, samples in by_kind.items()
+        if key[0] in ("chain", "shift", "one_way", "swap", "unlike")
+    }
+    off = tuple(s.spread_s / s.median_s for s in smallest.values())
+    chains = [s.median_s for (kind, *_), s in smallest.items() if kind == "chain"]
     if chains:
-        alone = [
-            min(samples, key=lambda s: s.num_bytes).median_s
-            for (kind, *_), samples in by_kind.items()
-            if kind in ("one_way", "swap", "unlike")
-        ]
+        between = ("one_way", "swap", "unlike")
+        alone = [s.median_s for (kind, *_), s in smallest.items() if kind in between]
         step_s = median(chains) / CHAIN
-        return min(step_s, median(alone)) if alone else step_s
+        return (min(step_s, median(alone)) if alone else step_s), off
     found = [
         [s.median_s for s in samples if s.num_bytes <= _SMALL_BYTES]
         for (kind, *_), samples in by_kind.items()
         if kind in ("shift", "one_way", "unlike")
     ]
-    return min((median(times) for times in found if times), default=0.0)
+    return min((median(times) for times in found if times), default=0.0), off
 
 
-def _inside(device: Device, shifts: Sequence[Sample], step_s: float) -> tuple[Device, list[Term]]:
-    """Returns the device with the start of an operation, and what permutes inside a host take."""
+def _inside(device: Device, shifts: Sequence[Sample]) -> tuple[Device, list[Term]]:
+    """Returns the device with what permutes inside a host take."""
     inside = _fit([s for s in shifts if s.num_bytes <= _CACHED_BYTES])
     memory = _rate(inside.s_per_byte)
     sizes = sorted({s.num_bytes for s in shifts if s.num_bytes > _SMALL_BYTES})
     small = [s.median_s for s in shifts if s.num_bytes <= _SMALL_BYTES]
-    start_s = median(small) if small else step_s
+    start_s = median(small) if small else device.step_ps / PS
     times = [max(s.median_s for s in shifts if s.num_bytes == size) - start_s for size in sizes]
     steady = rising([0.0, *(max(time, 0.0) for time in times)], [1] * (len(times) + 1))[1:]
     for i in reversed(range(len(sizes) - 1)):
         # A byte of a small permute takes no longer than one of a large one: caches hold it.
         steady[i] = min(steady[i], steady[i + 1] * sizes[i] / sizes[i + 1])
     points = ((0, 0), *zip(sizes, (round(PS * time) for time in steady), strict=True))
-    terms = [
-        inside.term("step", step_s, "s"),
-        inside.term("permute inside a host", memory, "bytes/s"),
-    ]
-    return (
-        replace(
-            device,
-            step_ps=round(step_s * PS),
-            memory_bytes_per_s=memory,
-            permute_points=points if len(points) > 1 else (),
-        ),
-        terms,
+    fitted = replace(
+        device,
+        memory_bytes_per_s=memory,
+        permute_points=points if len(points) > 1 else (),
     )
+    return fitted, [inside.term("permute inside a host", memory, "bytes/s")]
 
 
 def _links(

@@ -17,7 +17,7 @@ import jax
 from xcoll.files import prepare_file, write_text
 from xcoll.records import is_version, read
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files. What is measured, and what it means, is part of it."""
 
 PREFIX = "profile:"
@@ -157,15 +157,16 @@ def load(call: str, path: str | os.PathLike[str]) -> tuple[dict[str, Any], Syste
         content = json.loads(text)
     except (ValueError, RecursionError) as err:
         raise ValueError(f"{where} is corrupt: no JSON ({err}); {FIX}") from None
-    if not isinstance(content, dict) or "version" not in content:
-        raise ValueError(f"{where} is no profile: an object with a 'version' is expected; {FIX}")
+    if not isinstance(content, dict) or not {"version", "checksum"} <= content.keys():
+        expected = "an object with a 'version' and a 'checksum' is expected"
+        raise ValueError(f"{where} is no profile: {expected}; {FIX}")
     version = content.pop("version")
     if not is_version(version, FORMAT):
         raise ValueError(
             f"{where} is of version {version!r} of the format, and this xcoll reads version"
             f" {FORMAT}; {FIX}"
         )
-    checksum = content.pop("checksum", None)
+    checksum = content.pop("checksum")
     if checksum != _digest(content):
         raise ValueError(
             f"{where} is corrupt: it was changed or cut since it was written (its checksum does not"
