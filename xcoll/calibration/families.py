@@ -44,6 +44,14 @@ STARTS = ("launch", "chain", "lone")
 CHAIN = 8
 """Small permutes in a row, by which the start of a step is measured: single ones vary."""
 
+_FEW_SIZES = {
+    **dict.fromkeys(STARTS, (KIB,)),
+    **dict.fromkeys(SHARED, LOCAL_SIZES),
+    **dict.fromkeys(OVERLAP, LOCAL_SIZES[-1:]),
+    "copy": COPIED_SIZES,
+}
+"""Sizes of what is not measured at all of `SIZES`."""
+
 _MOST_RESULT_BYTES = 128 * MIB
 _MOST_LINK_BYTES = 4 * MIB  # beyond, a link's rate decides alone
 
@@ -57,12 +65,12 @@ class Family:
     Attributes:
       kind: one of XLA's collectives (`xcoll.topology.Curve`); of permutes, ``"one_way"`` from even
         positions to odd ones (where their number is odd, from odd to even ones, too), ``"swap"``
-        between the two, ``"unlike"`` both ways between pairs that
-        are not each other's reverse, ``"shift"`` to the next position, ``"chain"`` `CHAIN` of them,
-        each on what the last one brought, ``"lone"`` such a chain in which one device sends to
-        another, and that one back; of local work, ``"launch"`` (nearly nothing), ``"copy"``,
-        ``"sum"``, ``"encode"``, ``"decode"``; and ``"wire"``, a permute one way, ``"work"``,
-        several encodings, and ``"both"`` at once.
+        between the two, ``"unlike"`` both ways between pairs that are not each other's reverse,
+        ``"shift"`` to the next position, ``"chain"`` `CHAIN` of them, each on what the last one
+        brought, ``"lone"`` such a chain in which one device sends to another, and that one back; of
+        local work, ``"launch"`` (nearly nothing), ``"copy"``, ``"sum"``, ``"encode"``,
+        ``"decode"``; and ``"wire"``, a permute one way, ``"work"``, several encodings, and
+        ``"both"`` at once.
       axes: mesh axes it goes over; of local work, all of them.
       of: the physical dimension of a permute, or the codec.
       pairs: of a permute, by rank over all axes of the mesh.
@@ -92,14 +100,8 @@ class Family:
 
         What is cut into shares has the next size that makes shares of whole elements.
         """
-        if self.kind in STARTS:
-            return num_bytes if num_bytes == KIB else 0
-        if self.kind in OVERLAP:
-            return num_bytes if num_bytes == LOCAL_SIZES[-1] else 0
-        if self.kind == "copy":
-            return num_bytes if num_bytes in COPIED_SIZES else 0
-        if self.is_local:
-            return num_bytes if num_bytes in LOCAL_SIZES else 0
+        if self.kind in _FEW_SIZES:
+            return num_bytes if num_bytes in _FEW_SIZES[self.kind] else 0
         if self.kind in ("one_way", "swap", "unlike") and num_bytes > _MOST_LINK_BYTES:
             return 0
         ranks = math.prod(topology.axis_sizes[axis] for axis in self.axes)
