@@ -47,7 +47,7 @@ format: .venv/installed-dev ## let ruff rewrite the files
 types: .venv/installed-dev ## mypy
 	$(PY) -m mypy
 
-bench: .venv/installed-aot ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs, regret, slow links, training over one
+bench: .venv/installed-aot .venv/installed-bench ## overhead, planning, schedules against bounds, audits, kernels, errors of codecs, regret, slow links, training over one
 	$(RUN) bench/overhead.py --rounds 3
 	$(RUN) bench/planner.py --rounds 3
 	$(RUN) bench/schedules.py
