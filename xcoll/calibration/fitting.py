@@ -91,9 +91,9 @@ def _device(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     shifts = [s for (kind, *_), found in by_kind.items() if kind == "shift" for s in found]
     if device.platform == "cpu":
         fitted, terms = _starts(fitted, by_kind)
-    if shifts and device.platform == "cpu":
-        fitted, more = _inside(fitted, shifts)
-        terms += more
+        if shifts:
+            fitted, more = _inside(fitted, shifts)
+            terms += more
     passes = {kind: s for (kind, *_), s in by_kind.items() if kind in ("copy", "sum")}
     largest = {}
     for kind, found in passes.items():
@@ -145,13 +145,12 @@ def _fresh(usual: Sample, copies: Sequence[Sample]) -> Points:
 
 def _starts(device: Device, by_kind: _Samples) -> tuple[Device, list[Term]]:
     """Returns the device with the start of a step, and of one in which one device sends."""
-    kinds = {kind: samples for (kind, *_), samples in by_kind.items()}
     step_s, off = _least(by_kind)
     if not off:
         return device, []
     terms = [_term("step", step_s, "s", off)]
     fitted = replace(device, step_ps=round(step_s * PS))
-    for lone in kinds.get("lone", ()):
+    for lone in (s for (kind, *_), found in by_kind.items() if kind == "lone" for s in found):
         lone_s = min(lone.median_s / CHAIN, step_s)
         fitted = replace(fitted, lone_step_ps=round(lone_s * PS))
         apart = lone.spread_s / lone.median_s
