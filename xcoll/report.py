@@ -12,7 +12,7 @@ from typing import Any, Literal
 from xcoll.plan import EXACT, Plan
 from xcoll.printing import Name, as_text, plain_table
 from xcoll.traffic import Sent, busiest
-from xcoll.units import readable_bytes, readable_time
+from xcoll.units import counted, readable_bytes, readable_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ class Report:
     def summary(self) -> str:
         """Returns one line: how many sites, how many of them rewritten."""
         return (
-            f"{len(self.sites)} collective{'' if len(self.sites) == 1 else 's'},"
+            f"{counted(len(self.sites), 'collective')},"
             f" {len(self.rewritten)} rewritten, {len(self.kept)} kept"
         )
 

@@ -22,6 +22,15 @@ def in_digits(value: float, count: int = 3) -> str:
     return f"{value:.{count}g}" if value < 10**count - 0.5 else f"{value:.0f}"
 
 
+def counted(number: int, what: str) -> str:
+    """Counts things, of which one is written without an s.
+
+    >>> counted(1, "site"), counted(2, "site"), counted(0, "site")
+    ('1 site', '2 sites', '0 sites')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def readable_bytes(num_bytes: int) -> str:
     """Reads bytes as people do.
 

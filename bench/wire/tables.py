@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bench.timing import Times
 from xcoll.printing import Name, plain_table
-from xcoll.units import readable_bytes, readable_seconds
+from xcoll.units import counted, readable_bytes, readable_seconds
 
 Figures = Mapping[str, Any]
 
@@ -57,13 +57,9 @@ def cluster_tables(figures: Figures, width: int) -> Iterator[Table | Text]:
                 yield _breakdown(cell, found)
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _collective(figures: Figures, collective: str, cells: list[Figures], is_narrow: bool) -> Table:
-    rounds = dict.fromkeys(_counted(cell["rounds"], "round") for cell in cells)
-    devices = _counted(figures["devices"], "device")
+    rounds = dict.fromkeys(counted(cell["rounds"], "round") for cell in cells)
+    devices = counted(figures["devices"], "device")
     table = plain_table(
         f"\n{collective}, float32, {figures['hosts']} hosts x {devices},"
         f" {figures['rate_bits_per_s'] / 1e6:g} Mbit/s; {', '.join(rounds)}"

@@ -17,6 +17,7 @@ from xcoll.hlo.budget_checks import breaches
 from xcoll.hlo.budgets import Budget, read_budget
 from xcoll.hlo.comparing import compare
 from xcoll.hlo.result import Audit
+from xcoll.units import counted
 
 _DESCRIPTION = """\
 Compiles a program for hardware that need not be there, and shows every
@@ -133,8 +134,7 @@ def _hold(audited: Audit, budget: Budget, *, quiet: bool) -> int:
         print(f"xcoll: {budget.name} is broken", *broken, sep="\n", file=sys.stderr)
         return 1
     if not quiet:
-        number = len(budget.limits)
-        say(f"{budget.name}: {number} limit{'' if number == 1 else 's'} kept")
+        say(f"{budget.name}: {counted(len(budget.limits), 'limit')} kept")
     return 0
 
 

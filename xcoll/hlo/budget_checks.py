@@ -15,6 +15,7 @@ from xcoll.hlo.result import Audit
 from xcoll.hlo.rows import Row
 from xcoll.memory import Memory
 from xcoll.topology import Topology
+from xcoll.units import counted
 
 _PS = 1e12
 
@@ -99,7 +100,7 @@ def _check(audited: Audit, limit: Limit) -> Breach | None:
 
 def _counted(reasons: Mapping[str, int]) -> Iterator[str]:
     for why, number in reasons.items():
-        yield f"{number} collective{'s' if number > 1 else ''}: {why}"
+        yield f"{counted(number, 'collective')}: {why}"
 
 
 def _measured(audited: Audit, limit: Limit) -> int | float | None:

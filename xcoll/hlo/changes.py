@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xcoll.printing import as_text, plain_table
-from xcoll.units import readable_bytes, readable_seconds
+from xcoll.units import counted, readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ def _sites(comparison: Comparison) -> Iterator[Any]:
             table.add_row(*others, where.rstrip())
         yield table
     same = len(comparison.sites) - len(changes)
-    yield f"{same} site{'' if same == 1 else 's'} with the same collectives"
+    yield f"{counted(same, 'site')} with the same collectives"
 
 
 def _site_row(change: SiteChange) -> tuple[str, ...]:

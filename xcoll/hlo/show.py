@@ -14,7 +14,7 @@ from rich.text import Text
 from xcoll.hlo.findings import Findings
 from xcoll.hlo.rows import Row
 from xcoll.printing import plain_table
-from xcoll.units import readable_bytes, readable_seconds
+from xcoll.units import counted, readable_bytes, readable_seconds
 
 _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("collective", "left"),
@@ -68,7 +68,7 @@ def show(audit: Findings, width: int) -> Any:
 def _summary(audit: Findings) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in audit.axis_sizes.items())
     number = len(audit.rows)
-    found = f"{number} collective{'' if number == 1 else 's'}" if number else "no collective"
+    found = counted(number, "collective") if number else "no collective"
     return f"{found} in the compiled program, mesh ({mesh}) on {audit.topology.splitlines()[0]}"
 
 

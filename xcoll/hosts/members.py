@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+from xcoll.units import counted
+
 PROTOCOL = 1
 """Of the messages between processes; another number is another version of this package."""
 
@@ -109,7 +111,7 @@ def named(process_ids: Iterable[int], count: int) -> str:
     """
     first = list(islice(process_ids, _MOST_NAMED))
     others = count - len(first)
-    more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+    more = f" and {counted(others, 'other')}" if others else ""
     return f"process{'es' if count > 1 else ''} {', '.join(map(str, first))}{more}"
 
 
